@@ -1,0 +1,24 @@
+"""Storage and eviction: the only package of kvretain that knows transformers.
+
+``view.CacheView`` is what scorers see and costs torch only; everything else here needs transformers and loads on first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .view import CacheView
+
+__all__ = ["CacheView", "RetentionCache", "Trace"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RetentionCache":
+        from .cache import RetentionCache
+
+        return RetentionCache
+    if name == "Trace":
+        from .trace import Trace
+
+        return Trace
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,277 @@
+"""RetentionCache: a transformers cache with a budget."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.masking_utils import create_masks_for_generate
+
+from ..policy import Policy
+from . import support, tap
+from .budget import Budget
+from .layer import RetentionLayer
+from .session import Session
+from .trace import Trace
+
+
+class RetentionCache(Cache):
+    """A drop-in ``transformers`` cache that keeps a fixed budget of entries per KV head. Make it with :meth:`for_model`.
+
+    Lossy: what is evicted is gone. While nothing has been evicted, outputs are bitwise those of ``DynamicCache``.
+
+    When it evicts, always after the attention of the pass, so that a token sees everything cached before it:
+
+    - a pass of several tokens (a prompt, a chunk of it, a new turn) ends with at most the budget;
+    - a single-token pass (decoding) compresses when ``budget + every`` entries are stored, down to the budget.
+
+    Two lengths: ``get_seq_length()`` is columns seen, evicted ones included; a layer's ``kept`` is what it stores. Keys keep
+    their rotation, entries their order. In left-padded batches padding goes first, a row never attends to it, and a row equals
+    its solo run whenever both evict at the same passes.
+
+    Attributes:
+        policy: how entries are chosen.
+        layers: :class:`RetentionLayer` for full attention (with ``.positions``), transformers' own for sliding windows.
+        trace: entries, bytes and evictions at every pass, see :class:`Trace`.
+    """
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        policy: str | Policy,
+        *,
+        budget: int | None = None,
+        ratio: float | None = None,
+        every: int = 128,
+        sinks: int | None = None,
+        recent: int | None = None,
+        protect_prompt: bool = False,
+    ) -> RetentionCache:
+        """An empty cache for ``model``.
+
+        Args:
+            model: a decoder-only transformers model, e.g. of ``AutoModelForCausalLM``.
+            policy: a preset or policy text such as ``"snapkv+hub"`` (see :mod:`kvretain.policy`), or a :class:`Policy`.
+            budget: entries kept per KV head, protected ones included.
+            ratio: fraction *removed* of the tokens seen, in [0, 1): ``n`` tokens keep ``max(1, n - floor(ratio * n))``, counted
+                for each row's real tokens. Give this or ``budget``; ``full`` needs neither and ignores both.
+            every: decode cadence in tokens. Smaller follows the budget more closely, larger is faster.
+            sinks: first tokens that are always kept; default: the scorer's, at most a quarter of the budget.
+            recent: last tokens that are always kept; default: the scorer's, at most half of the budget.
+            protect_prompt: always keep everything that came before the first single-token pass.
+
+        Raises:
+            ValueError: an unknown policy or argument, a number out of range, both or neither of ``budget`` and ``ratio``,
+                more protected tokens than the budget holds, or a model that cannot be served (refused by name).
+            ImportError: transformers is older than 5.17.
+        """
+        support.check_transformers()
+        policy = Policy.parse(policy) if isinstance(policy, str) or not isinstance(policy, Policy) else policy
+        limit = None
+        if policy.scorer is not None:
+            limit = Budget(budget, ratio, every, sinks, recent, protect_prompt)
+        decoder = support.decoder_of(model)
+        layers = support.layers_of(decoder)
+        session = Session(policy, limit, len(layers))
+        layers = [RetentionLayer(session, i) if type(old) is DynamicLayer else old for i, old in enumerate(layers)]
+        cache = cls(layers=layers)
+        cache.policy, cache._session = policy, session
+        cache._new_trace()
+        cache._attach(decoder)
+        return cache
+
+    policy: Policy
+    trace: Trace
+    _session: Session
+    _attachment: tap.Attachment
+
+    def _new_trace(self) -> None:
+        self.trace = Trace(tuple(layer.index for layer in self._retained))
+
+    def _attach(self, decoder: nn.Module) -> None:
+        tapped = bool(self.policy.needs)
+        self._attachment = tap.attach(decoder, tapped)
+        # The hooks find the cache in the call's arguments and hold no reference to it, so it can die.
+        weakref.finalize(self, self._attachment.release, tapped)
+
+    @property
+    def _retained(self) -> list[RetentionLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RetentionCache:
+        """An independent cache of the same model with the same content, e.g. to ask several questions of one context."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        memo[id(self._attachment)] = self._attachment
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        other._attach(self._attachment.decoder)
+        return other
+
+    # A forward pass: called by the decoder's hooks
+
+    def begin_pass(self, decoder: nn.Module, inputs: Tensor, mask: Any, position_ids: Tensor | None) -> Any:
+        """Called before the decoder runs on ``inputs (B, n, ...)``; returns the attention mask it must use.
+
+        Raises:
+            ValueError: another model than the cache was made for, or what :meth:`Session.begin` refuses.
+        """
+        if tap.attachment_of(decoder) is not self._attachment:
+            raise ValueError(
+                f"this RetentionCache was made for another model than this {type(decoder).__name__}: "
+                "call RetentionCache.for_model with the model that you run"
+            )
+        batch, columns = inputs.shape[:2]
+        slots = self._session.begin(columns, batch, mask)
+        if slots is mask or len(self._retained) == len(self.layers):
+            return slots
+        # Sliding layers read the mask by columns and full layers by stored entries: each kind gets its own.
+        assert isinstance(decoder, nn.Module)
+        config, embeds = decoder.config, torch.empty(batch, columns, 0, dtype=decoder.dtype, device=inputs.device)
+        masks = create_masks_for_generate(config, embeds, mask, self, position_ids)
+        masks["full_attention"] = create_masks_for_generate(config, embeds, slots, self, position_ids)["full_attention"]
+        return masks
+
+    def end_pass(self) -> None:
+        """Called after the decoder has run: evicts what is still due and records the pass."""
+        session, layers = self._session, self._retained
+        plan = session.plan
+        if plan is None:
+            return
+        missed = tap.forget()
+        if missed or any(layer.seen != session.columns.seen for layer in layers):
+            raise ValueError(
+                f"{type(self._attachment.decoder).__name__} did not pass the cached keys of every layer to its attention "
+                f"function, so the policy {str(self.policy)!r} cannot serve it; choose one without needs (`kvretain policies`)"
+                if missed
+                else "not every layer of the model has updated the cache in this pass; call reset()"
+            )
+        if plan.evict:
+            if self.policy.scope == "model":
+                session.evict(layers)
+            else:
+                for layer in layers:
+                    if layer.kept == session.kept + plan.columns:
+                        session.evict([layer])
+        evicted = tuple(layer.evicted if plan.evict else 0 for layer in layers)
+        kept, nbytes = tuple(layer.kept for layer in layers), tuple(layer.nbytes for layer in layers)
+        self.trace.record(plan.columns, session.columns.seen, kept, evicted, nbytes)
+        session.end()
+
+    # Size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocated key and value storage, measured from the tensors, sliding layers included.
+
+        After a multi-token pass that is exactly what is kept; while decoding it is ``budget + every`` entries. Bookkeeping
+        (positions, and for some policies a few queries or one number per entry) is not counted.
+        """
+        storages = {}
+        for layer in self.layers:
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name, None)
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr(), tensor.device] = storage.nbytes()
+        return sum(storages.values())
+
+    def check_integrity(self) -> None:
+        """Checks the invariants that tests and bug reports rely on; costs a look at every entry's position.
+
+        Raises:
+            AssertionError: names the layer and what is wrong.
+        """
+        session = self._session
+        for layer in self._retained:
+            where = f"layer {layer.index}"
+            assert layer.seen == session.columns.seen, f"{where}: seen {layer.seen}, session {session.columns.seen}"
+            if layer.keys is None:
+                assert layer.kept == 0, f"{where}: nothing stored, kept {layer.kept}"
+                continue
+            assert layer.kept == session.kept, f"{where}: kept {layer.kept}, session {session.kept}"
+            assert layer.keys.shape[:3] == layer.values.shape[:3] == layer.positions.shape, f"{where}: shapes differ"
+            assert layer.keys.shape[2] == layer.kept, f"{where}: storage shorter than kept"
+            positions = layer.positions
+            real = session.columns.counts(positions.shape[0], positions.device)[:, None, None]
+            assert bool(((positions >= -1) & (positions < real)).all()), f"{where}: position out of range"
+            running = torch.where(positions < 0, -1, positions).cummax(-1).values
+            later = (positions[..., 1:] > running[..., :-1]) | (positions[..., 1:] < 0)
+            assert bool(later.all()), f"{where}: positions are not strictly ascending"
+            counts = (positions >= 0).sum(-1)
+            stored = torch.tensor(session.stored or (layer.kept,) * positions.shape[0], device=positions.device)
+            assert bool((counts == stored[:, None]).all()), f"{where}: real entries differ from the session's count"
+            if session.budget is not None and session.plan is None and session.evicted_at == layer.seen and layer.seen:
+                target = max(session.budget.keep(n) for n in real.flatten().tolist())
+                assert layer.kept <= target, f"{where}: kept {layer.kept} above the budget {target}"
+
+    # What transformers calls
+
+    def reset(self) -> None:
+        """Empties the cache and its trace; any batch size may follow."""
+        super().reset()
+        self._session.reset()
+        self._new_trace()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last ``-tokens_to_remove`` columns (a negative number, as in transformers; 0 does nothing).
+
+        Raises:
+            ValueError: a positive number; more than was seen since the last eviction (evicted entries cannot come back); or
+                a policy that has observed the cropped tokens' queries.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to take back, not {tokens_to_remove}")
+        columns = -tokens_to_remove
+        self._session.crop(columns)
+        if columns:
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders the rows for beam search."""
+        super().reorder_cache(beam_idx)
+        self._session.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows at ``indices`` (int64, or a bool mask)."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row ``repeats`` times."""
+        self._select(torch.arange(self._session.batch or 0).repeat_interleave(repeats))
+
+    def _select(self, rows: Tensor) -> None:
+        for layer in self.layers:
+            if isinstance(layer, RetentionLayer):
+                layer.select(rows)
+            elif hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(rows)
+            else:
+                raise ValueError(f"rows of a {type(layer).__name__} cannot be selected")
+        self._session.select(rows)
+
+    def activate_past_recording(self) -> None:
+        """Refused: called by assisted decoding, which rolls back rejected tokens after an eviction may have come.
+
+        Raises:
+            ValueError: always, unless the policy is ``full``.
+        """
+        if self.policy.scorer is None:
+            super().activate_past_recording()
+            return
+        raise ValueError(
+            "assisted decoding (assistant_model=, prompt_lookup_num_tokens=) needs to take rejected tokens back, but entries that "
+            "they pushed out of a RetentionCache are gone: generate without an assistant, or use the policy 'full'"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"RetentionCache({str(self.policy)!r}, kept {self._session.kept} of {self._session.columns.seen} seen, "
+            f"{self.nbytes / 2**20:.1f} MiB)"
+        )

@@ -1,0 +1,232 @@
+"""What one cache's layers share: the budget, the columns seen, and the plan of the current forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..choose import choose
+from ..policy import Policy
+from .budget import Budget
+from .columns import Columns
+
+if TYPE_CHECKING:
+    from .layer import RetentionLayer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One forward pass: what comes in and, known from its start, what will have to go.
+
+    Attributes:
+        columns: new columns, padding included.
+        prefill: more than one column, or the first of all: a prompt, a chunk of it, or a new turn.
+        evict: whether entries are evicted after the attention of this pass.
+        target: entries per head that fit (largest over rows); storage is reserved for ``target + every`` of them.
+        counts: real entries kept after the eviction, one number or one per row.
+        sinks, recent, prompt: protected tokens at the start, at the end, and whether the prompt is.
+    """
+
+    columns: int
+    prefill: bool
+    evict: bool
+    target: int
+    counts: int | tuple[int, ...]
+    sinks: int = 0
+    recent: int = 0
+    prompt: bool = False
+
+
+@dataclass
+class Session:
+    """Shared by a :class:`~kvretain.cache.RetentionCache` and its layers; it refers to neither, so nothing is kept alive.
+
+    Attributes:
+        policy, budget: what to keep and how much; ``budget`` is None for the policy ``full``.
+        batch: rows, once known.
+        plan: the forward pass under way, None between passes.
+        kept: entries per head that every retention layer holds between passes.
+        stored: real entries of each row among them; None while nothing was padded.
+        front: padding slots that lead each row right after the last eviction (rows that keep less than the largest).
+        evicted_at: columns seen at the last eviction, ``evicted_to`` the entries that it left.
+    """
+
+    policy: Policy
+    budget: Budget | None
+    num_layers: int
+    columns: Columns = field(default_factory=Columns)
+    batch: int | None = None
+    plan: Plan | None = None
+    kept: int = 0
+    stored: tuple[int, ...] | None = None
+    front: tuple[int, ...] | None = None
+    evicted_at: int = 0
+    evicted_to: int = 0
+
+    def reset(self) -> None:
+        """Forgets what was seen."""
+        self.__dict__.update(Session(self.policy, self.budget, self.num_layers).__dict__)
+
+    def begin(self, columns: int, batch: int, mask: Tensor | None) -> Tensor | None:
+        """Starts a forward pass of ``columns`` new columns; returns the 2-D attention mask that attention must use.
+
+        Raises:
+            ValueError: the previous pass failed midway, another batch size, a mask that is not 2-D or contradicts what was
+                seen, more protected entries than fit. Nothing has changed then.
+        """
+        if self.plan is not None:
+            raise ValueError("the previous forward pass with this cache did not finish, so its layers disagree; call reset()")
+        if self.batch is not None and batch != self.batch:
+            raise ValueError(
+                f"this cache holds {self.batch} rows, the input has {batch}: use a new cache, or call reset() first"
+            )
+        valid = self._valid(columns, batch, mask)
+        seen, real = self.columns.seen, self.columns.real
+        stored = self.stored
+        if valid is not None or stored is not None:
+            new = [columns] * batch if valid is None else valid.sum(-1).tolist()
+            old = stored if stored is not None else (self.kept,) * batch
+            stored = tuple(o + n for o, n in zip(old, new, strict=True))
+            if real is None:
+                real = torch.full((batch,), seen)
+            real = real + torch.tensor(new, device=real.device)
+        plan = self._plan(columns, stored, None if real is None else real.tolist())
+        if mask is not None and real is not None:
+            mask = self._slots(mask)
+        self.columns.append(columns, valid, batch)
+        self.batch, self.stored, self.plan = batch, stored, plan
+        return mask
+
+    def _valid(self, columns: int, batch: int, mask: Tensor | None) -> Tensor | None:
+        """Which new columns are real, ``(B, columns)`` bool; None means all."""
+        seen, real = self.columns.seen, self.columns.real
+        if mask is None:
+            if real is not None:
+                raise ValueError("earlier passes had padding, so attention_mask is needed; it covers all columns seen so far")
+            return None
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            kind = f"{mask.ndim}-D" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"RetentionCache needs the 2-D attention mask (batch, columns seen), not a {kind} one")
+        if mask.shape != (batch, seen + columns):
+            raise ValueError(
+                f"attention_mask has the shape {tuple(mask.shape)}; expected {(batch, seen + columns)}: "
+                f"{seen} columns seen and {columns} new ones"
+            )
+        ones = mask != 0
+        if real is None and bool(ones.all()):
+            return None
+        before = torch.full((batch,), seen, device=mask.device) if real is None else real.to(mask.device)
+        if not torch.equal(ones[:, :seen].sum(-1), before):
+            raise ValueError(
+                "attention_mask contradicts the earlier passes: what was real then must stay real and padding must stay "
+                "padding, since entries cannot be hidden or shown after the fact"
+            )
+        valid = ones[:, seen:]
+        return None if bool(valid.all()) else valid
+
+    def _plan(self, columns: int, stored: tuple[int, ...] | None, real: list[int] | None) -> Plan:
+        kept, seen = self.kept + columns, self.columns.seen + columns
+        prefill = columns > 1 or self.columns.seen == 0
+        if self.budget is None:
+            return Plan(columns, prefill, False, kept, kept)
+        targets = [self.budget.keep(n) for n in real or [seen]]
+        target = max(targets)
+        if kept <= target if prefill else kept < target + self.budget.every:
+            return Plan(columns, prefill, False, target, kept)
+        counts: int | tuple[int, ...] = target
+        if stored is not None:
+            counts = tuple(min(t, s) for t, s in zip(targets, stored, strict=True))
+        prompt = 0
+        if self.budget.protect_prompt:
+            prompt_real = self.columns.prompt_real
+            prompt = self.columns.prompt if prompt_real is None else int(prompt_real.max())
+            if prefill and self.columns.prompt == self.columns.seen:
+                prompt = max(real or [seen])
+        assert self.policy.scorer is not None
+        sinks, recent = self.budget.protection(min(targets), prompt, self.policy.scorer)
+        return Plan(columns, prefill, True, target, counts, sinks, recent, self.budget.protect_prompt)
+
+    def _slots(self, mask: Tensor) -> Tensor:
+        """The mask whose columns, read from ``seen - kept`` on, say which *stored entries* are real.
+
+        transformers reads the mask at ``kv_offset + slot``. As long as only left padding was evicted, or every row kept the
+        same number of real entries, the user's own mask is right there. It is rewritten where rows keep different numbers or
+        padding stood inside.
+        """
+        if self.front is None:
+            return mask
+        start = self.evicted_at - self.evicted_to
+        front = torch.tensor(self.front, device=mask.device)
+        slots = (torch.arange(self.evicted_to, device=mask.device) >= front[:, None]).to(mask.dtype)
+        if torch.equal((mask[:, start : self.evicted_at] != 0).to(mask.dtype), slots):
+            return mask
+        return torch.cat([mask[:, :start], slots, mask[:, self.evicted_at :]], -1)
+
+    @property
+    def ratio(self) -> float | Tensor:
+        """Fraction removed of the tokens seen, for refiners: the ratio asked for, or ``1 - kept / seen`` (per row if padded)."""
+        assert self.budget is not None and self.plan is not None and self.batch is not None
+        if self.budget.ratio is not None:
+            return float(self.budget.ratio)
+        if isinstance(self.plan.counts, int):
+            return 1 - self.plan.counts / self.columns.seen
+        real = self.columns.counts(self.batch, torch.device("cpu"))
+        return (1 - torch.tensor(self.plan.counts) / real.clamp_min(1)).to(torch.float32)
+
+    def evict(self, layers: Sequence[RetentionLayer]) -> None:
+        """Evicts from ``layers``, which choose together."""
+        assert self.plan is not None
+        chosen = choose(self.policy, [layer.view() for layer in layers], self.ratio, self.plan.counts)
+        for layer, index in zip(layers, chosen, strict=True):
+            layer.keep(index)
+
+    def end(self) -> None:
+        """Ends the pass: all layers have stored its columns and evicted what the plan says."""
+        assert self.plan is not None
+        self.kept += self.plan.columns
+        if self.plan.evict:
+            counts = self.plan.counts
+            self.kept = counts if isinstance(counts, int) else max(counts)
+            self.evicted_at, self.evicted_to = self.columns.seen, self.kept
+            if not isinstance(counts, int):
+                self.stored = counts
+                self.front = tuple(self.kept - count for count in counts)
+            self.columns.forget(self.columns.seen)
+        self.plan = None
+
+    def crop(self, columns: int) -> None:
+        """Takes the last ``columns`` columns back.
+
+        Raises:
+            ValueError: an eviction came after them, or the scorer has seen their queries.
+        """
+        room = self.columns.seen - self.evicted_at
+        if columns > room:
+            raise ValueError(
+                f"cannot crop {columns} tokens: entries were evicted {room} tokens ago and cannot come back; "
+                "copy.deepcopy the cache before the tokens that you want to take back"
+            )
+        if self.policy.needs and columns:
+            raise ValueError(
+                f"cannot crop: the policy {str(self.policy)!r} has observed the queries of the cropped tokens; "
+                "copy.deepcopy the cache before the tokens that you want to take back"
+            )
+        if self.stored is not None and columns:
+            start = self.columns.seen - columns
+            gone = (self.columns.positions(start, self.columns.seen, torch.device("cpu")) >= 0).sum(-1).tolist()
+            self.stored = tuple(s - g for s, g in zip(self.stored, gone, strict=True))
+        self.columns.crop(columns)
+        self.kept -= columns
+
+    def select(self, rows: Tensor) -> None:
+        """Replaces the batch by the rows at the indices ``rows``."""
+        self.columns.select(rows)
+        order = rows.tolist()
+        for name in ("stored", "front"):
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else tuple(value[row] for row in order))
+        self.batch = len(order)

@@ -1,0 +1,148 @@
+"""The one door through which a model's attention reaches a cache.
+
+Two public hooks of transformers and torch, both taken away when the last cache of a model is gone:
+
+- forward hooks on the decoder tell a cache when one of its passes begins (with the attention mask) and ends;
+- policies that need queries switch the decoder to an attention function registered with ``AttentionInterface`` (and its mask
+  twin), which calls the one that was set before and then hands the queries to the layer.
+
+Within a thread the layer updated last is the one whose attention runs next; that ties queries to a cache, for any number of
+caches on a model.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from .layer import RetentionLayer
+
+PREFIX = "kvretain_"
+
+_lock = threading.RLock()
+_attached: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+_next = threading.local()
+
+
+def expect(layer: RetentionLayer, keys: Tensor) -> None:
+    """The next attention in this thread belongs to ``layer`` if it is given exactly ``keys``."""
+    _next.layer, _next.keys = layer, keys
+
+
+def forget() -> bool:
+    """Drops an expectation that no attention met; tells whether there was one."""
+    missed = getattr(_next, "layer", None) is not None
+    _next.layer = _next.keys = None
+    return missed
+
+
+def _registered(base: str) -> str:
+    """Registers the tapped twin of the attention implementation ``base`` and returns its name."""
+    name = PREFIX + base
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, _tapped(base))
+        if base in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    return name
+
+
+def _tapped(base: str) -> Callable[..., Any]:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        # Eager attention is not registered: each modelling file has its own, under this name.
+        default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        output = ALL_ATTENTION_FUNCTIONS.get_interface(base, default)(module, query, key, value, mask, **kwargs)
+        if getattr(_next, "keys", None) is key:
+            layer = _next.layer
+            forget()
+            layer.observe(query, kwargs.get("scaling"), kwargs.get("softcap"), kwargs.get("s_aux"))
+        return output
+
+    return attention
+
+
+def _find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The RetentionCache among a forward call's arguments (its name differs between transformers releases), or None."""
+    from .cache import RetentionCache
+
+    return next((value for value in (*kwargs.values(), *args) if isinstance(value, RetentionCache)), None)
+
+
+def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    cache = _find(args, kwargs)
+    if cache is None:
+        return None
+    inputs = next((kwargs[k] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None), args[0] if args else None)
+    if inputs is None:
+        return None  # the model's own error is the clear one
+    positional = "attention_mask" not in kwargs and len(args) > 1
+    given = args[1] if positional else kwargs.get("attention_mask")
+    mask = cache.begin_pass(decoder, inputs, given, kwargs.get("position_ids"))
+    if mask is given:
+        return None
+    if positional:
+        return (args[0], mask, *args[2:]), kwargs
+    return args, {**kwargs, "attention_mask": mask}
+
+
+def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = _find(args, kwargs)
+    if cache is not None:
+        cache.end_pass()
+
+
+class Attachment:
+    """The hooks on one decoder, shared by its caches."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
+        self.caches = 0
+        self.tapped = 0
+        self._base = ""
+        self._handles = (
+            decoder.register_forward_pre_hook(_before, with_kwargs=True),
+            decoder.register_forward_hook(_after, with_kwargs=True),
+        )
+
+    def acquire(self, tapped: bool) -> None:
+        """Counts one more cache; ``tapped`` if its policy needs queries."""
+        with _lock:
+            self.caches += 1
+            if tapped and self.tapped == 0:
+                self._base = str(self.decoder.config._attn_implementation)
+                self.decoder.set_attn_implementation(_registered(self._base))
+            self.tapped += tapped
+
+    def release(self, tapped: bool) -> None:
+        """Counts one cache less; the last one takes the hooks away."""
+        with _lock:
+            self.caches -= 1
+            self.tapped -= tapped
+            if tapped and self.tapped == 0 and self.decoder.config._attn_implementation == PREFIX + self._base:
+                self.decoder.set_attn_implementation(self._base)
+            if self.caches == 0:
+                for handle in self._handles:
+                    handle.remove()
+                _attached.pop(self.decoder, None)
+
+
+def attach(decoder: nn.Module, tapped: bool) -> Attachment:
+    """Counts one more cache of ``decoder``; ``tapped`` if its policy needs queries."""
+    with _lock:
+        if decoder not in _attached:
+            _attached[decoder] = Attachment(decoder)
+        _attached[decoder].acquire(tapped)
+        return _attached[decoder]
+
+
+def attachment_of(decoder: nn.Module) -> Attachment | None:
+    """The attachment of ``decoder``, or None if no cache was made for it."""
+    return _attached.get(decoder)

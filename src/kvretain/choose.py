@@ -1,0 +1,74 @@
+"""scores -> refine -> select, on tensors: from cache views to the indices of the entries that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .cache.view import CacheView
+from .policy import Policy
+from .scores import scorers
+from .select.scope import combine_heads, combine_layers
+
+
+def choose(policy: Policy, views: Sequence[CacheView], ratio: float | Tensor, counts: int | Sequence[int]) -> list[Tensor]:
+    """Which entries of each view stay.
+
+    Args:
+        policy: any but ``full``.
+        views: the layers that choose together: one for the scopes ``head`` and ``layer``, all for ``model``.
+        ratio: fraction removed of the tokens seen, for refiners; a number or ``(B,)``.
+        counts: real entries to keep; one number, or one per row (rows of a padded batch may keep fewer).
+
+    Returns:
+        Per view, indices ``(B, H, K)`` int64, or ``(B, 1, K)`` where all heads share a set, with ``K`` the largest count;
+        ascending; a row that keeps fewer than ``K`` has leading -1.
+
+    Raises:
+        ValueError: scores that are not finite float32 ``(B, H, N)`` (names scorer and layer), or more protected entries than
+            a count holds.
+    """
+    refined = [_scores(policy, view, ratio) for view in views]
+    if policy.scope == "head":
+        return [_select(policy, scores, view, counts) for scores, view in zip(refined, views, strict=True)]
+    shared = [combine_heads(s, v.candidates, policy.combine) for s, v in zip(refined, views, strict=True)]
+    chosen = _select(policy, combine_layers(shared), views[0], counts)
+    return [chosen.to(view.keys.device) for view in views]
+
+
+def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:
+    """Scores of one view after refinement, ``(B, H, N)`` float32."""
+    assert policy.scorer is not None
+    scores = policy.scorer.score(view)
+    name = scorers.name_of(policy.scorer)
+    if scores.shape != view.positions.shape or scores.dtype != torch.float32:
+        raise ValueError(
+            f"scorer {name!r} returned {tuple(scores.shape)} {scores.dtype} at layer {view.layer}; "
+            f"expected {tuple(view.positions.shape)} torch.float32"
+        )
+    if not torch.where(view.valid, scores, 0).isfinite().all():
+        raise ValueError(f"scorer {name!r} gave NaN or infinite scores at layer {view.layer}; check the model's keys for NaN")
+    if policy.refiner is None:
+        return scores
+    scores = policy.scorer.nonnegative(scores, view.candidates)
+    if isinstance(ratio, Tensor):
+        ratio = ratio.to(scores.device)
+    return policy.refiner.refine(scores, ratio, positions=view.positions, protected=~view.candidates)
+
+
+def _select(policy: Policy, scores: Tensor, view: CacheView, counts: int | Sequence[int]) -> Tensor:
+    """Indices ``(B, Hp, K)`` from scores ``(B, Hp, N)``, rows with smaller counts padded in front with -1."""
+    heads = scores.shape[1]
+    valid, protected = view.valid[:, :heads], view.protected[:, :heads]
+    scores = scores.masked_fill(~valid, -torch.inf)
+    if isinstance(counts, int):
+        return policy.selector.select(scores, counts, protected=protected)
+    largest = max(counts)
+    chosen = scores.new_full((*scores.shape[:-1], largest), -1, dtype=torch.int64)
+    for count in set(counts):
+        rows = torch.tensor([row for row, c in enumerate(counts) if c == count], device=scores.device)
+        picked = policy.selector.select(scores[rows], count, protected=protected[rows])
+        chosen[rows, :, largest - count :] = picked
+    return chosen

@@ -1,0 +1,8 @@
+"""Text that ships with the package; `NOTICE.md` beside it names the source and the licence."""
+
+from importlib.resources import files
+
+
+def chapter() -> str:
+    """*A Mad Tea-Party*, chapter VII of *Alice's Adventures in Wonderland* (public domain), paragraphs parted by blank lines."""
+    return files(__name__).joinpath("alice_chapter_7.txt").read_text(encoding="utf-8")

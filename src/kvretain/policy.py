@@ -1,0 +1,230 @@
+"""A retention policy: which scorer, refiner, selector and scope. Frozen, flat and serialisable.
+
+In text a policy is ``scorer[+refiner][/selector][@scope]``, each part with optional named arguments::
+
+    snapkv+hub                      SnapKV's scores, HubKV's correction, top-k per head
+    keydiff@layer                   one set for all heads of a layer
+    snapkv(window=16)+hub(discount=0.25)@layer(combine="mean")
+
+A bare preset name (:data:`presets`) stands for its text.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .refine import Refiner, refiners
+from .registry import Registry
+from .scores import Scorer, scorers
+from .select import Selector, selectors
+from .select.scope import COMBINE
+
+SCOPES = ("head", "layer", "model")
+"""``head``: each KV head keeps its own set. ``layer``: one set for all heads of a layer. ``model``: one set for all layers
+and heads, evicted when the last layer is done."""
+
+_PART = re.compile(r"\s*([+/@]?)\s*([A-Za-z_][\w-]*)\s*(\((?:[^()]|\([^()]*\))*\))?\s*")
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named policy: ``text`` in the policy language, ``doc`` with every deviation from ``paper``."""
+
+    name: str
+    text: str
+    paper: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How entries are valued and chosen; how many are kept is the cache's business (``budget`` or ``ratio``).
+
+    Attributes:
+        scorer: values each entry; None keeps everything (the policy ``full``).
+        refiner: corrects the scores before selection, or None.
+        selector: picks the entries to keep.
+        scope: who shares one set, see :data:`SCOPES`.
+        combine: for the scopes ``layer`` and ``model``, how scores of heads (and layers) become one, see
+            :func:`kvretain.select.scope.combine_heads`.
+
+    Raises:
+        ValueError: an unknown name, argument or scope; the message lists the valid ones.
+    """
+
+    scorer: Scorer | None
+    refiner: Refiner | None = None
+    selector: Selector = dataclasses.field(default_factory=lambda: selectors["topk"]())
+    scope: str = "head"
+    combine: str = "zscore"
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise ValueError(f"unknown scope {self.scope!r}; valid: {', '.join(SCOPES)}")
+        if self.combine not in COMBINE:
+            raise ValueError(f"unknown combine {self.combine!r}; valid: {', '.join(COMBINE)}")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the cache must collect from attention: ``"queries"``, ``"attention"``, or nothing."""
+        return self.scorer.needs if self.scorer else frozenset()
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Reads a policy text or preset name.
+
+        Raises:
+            ValueError: it does not parse, or names something unknown; the message quotes ``text`` and lists what is valid.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"a policy is a text such as 'snapkv+hub' or a Policy, not {type(text).__name__}")
+        if text.strip() in presets:
+            return cls._parse(presets[text.strip()].text)
+        try:
+            return cls._parse(text)
+        except ValueError as error:
+            raise ValueError(f"policy {text!r}: {error}") from None
+
+    @classmethod
+    def _parse(cls, text: str) -> Policy:
+        parts: dict[str, tuple[str, dict[str, Any]]] = {}
+        at = 0
+        for mark in ("", "+", "/", "@"):
+            match = _PART.match(text, at)
+            if match and match[1] == mark:
+                parts[mark] = (match[2], _arguments(match[3] or "", match[2]))
+                at = match.end()
+        if at != len(text) or "" not in parts:
+            raise ValueError(f"cannot read {text[at:]!r}; the form is scorer[+refiner][/selector][@scope]")
+        scorer_name, scorer_args = parts[""]
+        if scorer_name == "full":
+            if scorer_args or len(parts) > 1:
+                raise ValueError("'full' keeps everything and takes no arguments, refiner, selector or scope")
+            return cls(None)
+        if scorer_name not in scorers:
+            valid = sorted({*scorers, *presets})
+            raise ValueError(f"unknown scorer {scorer_name!r}; valid: {', '.join(valid)}")
+        given: dict[str, Any] = {"scorer": _build(scorers, scorer_name, scorer_args)}
+        if "+" in parts:
+            given["refiner"] = _build(refiners, *parts["+"])
+        if "/" in parts:
+            given["selector"] = _build(selectors, *parts["/"])
+        if "@" in parts:
+            given["scope"], scope_args = parts["@"]
+            valid = [] if given["scope"] == "head" else ["combine"]
+            if unknown := [name for name in scope_args if name not in valid]:
+                raise ValueError(f"scope {given['scope']!r} takes no {unknown[0]!r}; valid: {', '.join(valid) or 'none'}")
+            given.update(scope_args)
+        return cls(**given)
+
+    def __str__(self) -> str:
+        if self.scorer is None:
+            return "full"
+        text = _text(scorers, self.scorer)
+        if self.refiner is not None:
+            text += "+" + _text(refiners, self.refiner)
+        if self.selector != selectors["topk"]():
+            text += "/" + _text(selectors, self.selector)
+        combine = "" if self.combine == "zscore" else f'(combine="{self.combine}")'
+        # A preset may share its scorer's name and have another scope: then even the default scope is spelled out.
+        if self.scope != "head" or text in presets and presets[text].text != text:
+            text += f"@{self.scope}{combine}"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """A flat dict of plain values, e.g. ``{"scorer": "snapkv", "scorer.window": 8, ..., "scope": "head"}``."""
+        flat: dict[str, Any] = {"scorer": "full"} if self.scorer is None else _flat("scorer", scorers, self.scorer)
+        if self.refiner is not None:
+            flat |= _flat("refiner", refiners, self.refiner)
+        return flat | _flat("selector", selectors, self.selector) | {"scope": self.scope, "combine": self.combine}
+
+    @classmethod
+    def from_dict(cls, flat: dict[str, Any]) -> Policy:
+        """The inverse of :meth:`to_dict`; arguments left out take their defaults.
+
+        Raises:
+            ValueError: an unknown key or value.
+        """
+        flat = dict(flat)
+        given: dict[str, Any] = {}
+        for kind, registry in (("scorer", scorers), ("refiner", refiners), ("selector", selectors)):
+            arguments = {key.partition(".")[2]: flat.pop(key) for key in list(flat) if key.startswith(kind + ".")}
+            name = flat.pop(kind, None)
+            if name is None and (kind == "scorer" or arguments):
+                raise ValueError(f"the policy dict has no {kind!r}")
+            if kind == "scorer" and name == "full":
+                given[kind] = None
+            elif name is not None:
+                given[kind] = _build(registry, name, arguments)
+        if unknown := set(flat) - {"scope", "combine"}:
+            raise ValueError(f"unknown policy keys {sorted(unknown)}; valid: scorer, refiner, selector (and their "
+                             "dotted arguments), scope, combine")
+        return cls(**given, **flat)
+
+
+def _arguments(text: str, owner: str) -> dict[str, Any]:
+    """The named literal arguments in ``"(window=8, kernel=7)"``."""
+    if not text:
+        return {}
+    try:
+        call = ast.parse(f"f{text}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError(f"arguments of {owner!r} are named, e.g. {owner}(name=value)")
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except SyntaxError:
+        raise ValueError(f"cannot read the arguments {text!r} of {owner!r}; the form is {owner}(name=value, ...)") from None
+
+
+def _build(registry: Registry[C], name: str, arguments: dict[str, Any]) -> C:
+    cls = registry[name]
+    valid = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    if unknown := [argument for argument in arguments if argument not in valid]:
+        raise ValueError(f"{registry.kind} {name!r} takes no {unknown[0]!r}; valid: {', '.join(valid) or 'none'}")
+    # JSON turns tuples into lists; components are hashable, so lists become tuples again.
+    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()})
+
+
+def _text(registry: Registry[C], item: C) -> str:
+    fields = dataclasses.fields(item)  # type: ignore[arg-type]
+    changed = [f"{f.name}={getattr(item, f.name)!r}" for f in fields if getattr(item, f.name) != f.default]
+    return registry.name_of(item) + (f"({', '.join(changed)})" if changed else "")
+
+
+def _flat(kind: str, registry: Registry[C], item: C) -> dict[str, Any]:
+    values = {f"{kind}.{f.name}": getattr(item, f.name) for f in dataclasses.fields(item)}  # type: ignore[arg-type]
+    return {kind: registry.name_of(item)} | values
+
+
+presets: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset("full", "full", "", "Keeps everything; the reference for every comparison."),
+        Preset("random", "random", "", "A uniform sample of all tokens seen, plus 4 sinks; the floor any method must beat."),
+        Preset("streaming", "streaming", "StreamingLLM, arXiv 2309.17453",
+               "4 sinks and the most recent tokens. Deviation: keys keep their original rotation (the paper re-rotates to "
+               "cache positions)."),
+        Preset("knorm", "knorm", "arXiv 2406.11430",
+               "Low key norm = keep. Deviations: 4 sinks are protected; the paper skips the first two layers."),
+        Preset("keydiff", "keydiff", "KeyDiff, arXiv 2504.15364",
+               "Keys far from the mean direction stay. Deviation: 4 sinks are protected."),
+        Preset("tova", 'tova@layer(combine="mean")', "TOVA, arXiv 2401.06104",
+               "The last query's attention, averaged over all heads of a layer, one set per layer. Deviation: evicts every "
+               "`every` tokens, not at every token (set every=1 for the paper's cadence)."),
+        Preset("snapkv", "snapkv", "SnapKV, arXiv 2404.14469",
+               "Attention of the last 8 queries, max-pooled by 7; the window is kept. As R-KV and TriAttention run it at decode "
+               "time. Deviations from the paper: window 8 (16 to 64 there), maximum over the query group, 4 sinks protected."),
+        Preset("snapkv+hub", "snapkv+hub", "HubKV on SnapKV",
+               "HubKV's correction on SnapKV's scores. Deviation: HubKV's own experiments use KVzip and Fast KVzip scores."),
+        Preset("h2o", "h2o", "H2O, arXiv 2306.14048",
+               "Accumulated attention; half the budget is the recent window. Deviation: evicts every `every` tokens, and attention "
+               "is accumulated per KV head (summed over its query group)."),
+    )
+}
+"""Policies by the names of their papers, in the order in which tables list them."""

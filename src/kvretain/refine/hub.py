@@ -1,0 +1,300 @@
+"""HubKV: discount the neighbours of local peaks before top-k."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..slots import pack, pack_index
+from .base import Refiner, refiners
+
+_FLAT = 1e-6  # a coefficient of variation below this is rounding: the head counts as flat
+
+
+def hub_refine(
+    scores: Tensor,
+    ratio: float | Tensor,
+    *,
+    kernel: int = 5,
+    discount: float = 0.5,
+    weight_exponent: float = 0.5,
+    weight_clip: tuple[float, float] = (0.8, 1.2),
+    gate_exponent: float = 2.0,
+    calibrate: bool = True,
+    positions: Tensor | None = None,
+    protected: Tensor | None = None,
+    neighbours: str = "position",
+) -> Tensor:
+    """Scores corrected for local redundancy and for the sharpness of their head, so that top-k stops keeping clusters.
+
+    Source: HubKV, "Redundancy-Penalized KV Cache Compression via Submodular Marginal Discounting" (method figure, setup
+    and slides; the method's equations are not public). With ``s`` one head's scores:
+
+    1. *Hub*: an entry without a strictly larger score in its window and without an equal score at an earlier position
+       of the window. Two hubs are at least ``kernel // 2 + 1`` positions apart, and a plateau has one hub per window.
+    2. *Discount*: ``q = s`` for hubs, ``discount * s`` for every other entry, near a hub or not.
+    3. *Head weight*: ``beta = clip((selectivity / mean selectivity) ** weight_exponent, *weight_clip)``. Selectivity is
+       the coefficient of variation (population std / mean); the mean runs over the heads (dim -2) whose scores are not
+       all zero. An all-zero head weighs 1; if all heads are flat, all weigh 1.
+    4. *Gate*: ``z = s + alpha * (beta * q - s)`` with ``alpha = ratio ** gate_exponent``. So every score is multiplied
+       by one of two factors per head: ``1 + alpha * (beta - 1)`` for hubs, ``1 - alpha * (1 - discount * beta)`` else.
+
+    Steps 1 (ties, sequence ends), 2 (all non-hubs) and 3 (statistic and its mean) are kvretain's readings where the
+    source is silent. Deviation: the source sets protected entries to 1; here they keep their score and the selector
+    takes them first.
+
+    Args:
+        scores: ``(..., H, N)``, any floating dtype, finite and >= 0 (except where protected). Computed in float32
+            (float64 stays float64), returned in its own dtype.
+        ratio: fraction of entries *removed*, in [0, 1): a number, or a tensor that broadcasts to ``scores.shape[:-2]``,
+            one per row. During decoding that is ``1 - budget / tokens seen``, not the small fraction of one eviction.
+        kernel: window width in positions, odd; the window of an entry at position ``p`` holds those at most
+            ``kernel // 2`` away from ``p``, and is cut at the sequence's ends.
+        discount: factor of non-hubs, in [0, 1]; 0 is hard non-maximum suppression.
+        weight_exponent: exponent of the relative selectivity, >= 0.
+        weight_clip: smallest and largest head weight.
+        gate_exponent: exponent of ``ratio``, >= 0. A ratio of 0 changes nothing, whatever the exponent.
+        calibrate: whether heads are weighted; False sets every ``beta`` to 1.
+        positions: integers that broadcast to ``scores``, strictly ascending over the entries that are not protected.
+            Default: 0 to N-1. A negative position is padding and treated as protected.
+        protected: bool, broadcasts to ``scores``. Protected entries keep their score, never count as neighbours and are
+            left out of the head statistics.
+        neighbours: the reading of "neighbour"; only ``"position"`` for now.
+
+    Returns:
+        ``(..., H, N)`` refined scores. With a ``ratio`` of 0 that is ``scores`` itself (rows whose ratio is 0 in a
+        ratio tensor are bitwise unchanged).
+
+    Raises:
+        ValueError: a hyper-parameter or ``ratio`` is out of range, a shape or dtype does not fit, unprotected scores
+            are negative or not finite, or unprotected positions do not ascend.
+
+    Example:
+        >>> hub_refine(torch.tensor([[0.1, 0.4, 0.9, 0.3, 0.0]]), 0.5, calibrate=False)
+        tensor([[0.0875, 0.3500, 0.9000, 0.2625, 0.0000]])
+    """
+    _check_parameters(kernel, discount, weight_exponent, weight_clip, gate_exponent, neighbours)
+    _check_tensors(scores, positions, protected)
+    gate = _gate(ratio, gate_exponent, scores)
+
+    precise = scores if scores.dtype == torch.float64 else scores.to(torch.float32)
+    excluded = protected
+    if positions is not None:
+        padding = positions < 0
+        excluded = padding if protected is None else protected | padding
+    # At 0 an excluded entry beats no positive score, and a zero score is the same whether discounted or not.
+    open_scores = precise if excluded is None else torch.where(excluded, 0.0, precise)
+    _check_scores(open_scores)
+    if isinstance(gate, float) and gate == 0.0:
+        return scores
+
+    beaten = _beaten(open_scores, kernel // 2, positions, excluded)
+    if calibrate:
+        weight = _head_weights(open_scores, excluded, weight_exponent, weight_clip)
+    else:
+        weight = open_scores.new_ones(*scores.shape[:-1], 1)
+    hub_factor = 1 + gate * (weight - 1)
+    other_factor = 1 - gate * (1 - discount * weight)
+    refined = open_scores * torch.where(beaten, other_factor, hub_factor)
+    if excluded is not None:
+        refined = torch.where(excluded, precise, refined)
+    return refined.to(scores.dtype)
+
+
+def _beaten(scores: Tensor, radius: int, positions: Tensor | None, excluded: Tensor | None) -> Tensor:
+    """``(..., H, N)`` bool: entries that are not hubs (undefined where ``scores`` is 0)."""
+    if positions is None or scores.shape[-1] < 2:
+        return _beaten_slots(scores, radius, None)
+    positions = positions.to(torch.int32)  # differences are all that matters, and they are twice as fast
+    # Strictly ascending positions put all neighbours within `radius` slots; padding before them is no obstacle.
+    ascending = positions.diff() > 0
+    if bool((ascending | (positions[..., :-1] < 0)).all()):
+        return _beaten_slots(scores, radius, positions)
+    # Padding, or protected entries out of order, stand between the others: set them aside.
+    assert excluded is not None
+    included = ~excluded.expand(scores.shape)
+    slots = pack_index(included)
+    positions = pack(positions, slots)
+    inside = torch.arange(1, scores.shape[-1], device=scores.device) < included.sum(-1, keepdim=True)
+    if bool(((positions.diff() <= 0) & inside).any()):
+        raise ValueError("hub_refine: positions must ascend strictly over the entries that are not protected")
+    return _beaten_slots(pack(scores, slots), radius, positions).gather(-1, slots)
+
+
+def _beaten_slots(scores: Tensor, radius: int, positions: Tensor | None) -> Tensor:
+    """:func:`_beaten` when all neighbours lie within ``radius`` slots; slots are the positions if these are None."""
+    beaten = torch.zeros_like(scores, dtype=torch.bool)
+    for offset in range(1, min(radius, scores.shape[-1] - 1) + 1):
+        later_wins = scores[..., offset:] > scores[..., :-offset]
+        earlier_wins = ~later_wins  # ties included
+        if positions is not None:
+            near = positions[..., offset:] - positions[..., :-offset] <= radius
+            later_wins &= near
+            earlier_wins &= near
+        beaten[..., :-offset] |= later_wins
+        beaten[..., offset:] |= earlier_wins
+    return beaten
+
+
+def _head_weights(scores: Tensor, excluded: Tensor | None, exponent: float, clip: tuple[float, float]) -> Tensor:
+    """Head weights ``(..., H, 1)`` of ``scores (..., H, N)``, which are 0 where ``excluded``."""
+    # Sums in float64 do not depend on their order, so weights agree across devices and beside any padding. MPS has none.
+    wide = scores.dtype if scores.device.type == "mps" else torch.float64
+    total = scores.sum(-1, keepdim=True, dtype=wide)
+    if excluded is None:
+        count = total.new_full((), max(scores.shape[-1], 1))
+    else:
+        count = (~excluded).sum(-1, keepdim=True).clamp_min(1).to(wide)
+    mean = total / count
+    deviation = scores - mean
+    if excluded is not None:
+        deviation = torch.where(excluded, 0.0, deviation)
+    spread = torch.linalg.vector_norm(deviation, dim=-1, keepdim=True) / count.sqrt()
+    alive = total > 0
+    selectivity = torch.where(alive, spread / mean, 0.0)
+    selectivity = torch.where(selectivity > _FLAT, selectivity, 0.0)
+    typical = selectivity.sum(-2, keepdim=True) / alive.sum(-2, keepdim=True).clamp_min(1)
+    weight = (selectivity / typical).pow(exponent).clamp(*clip)
+    return torch.where(alive & (typical > 0), weight, 1.0).to(scores.dtype)
+
+
+def _gate(ratio: float | Tensor, exponent: float, scores: Tensor) -> float | Tensor:
+    """``ratio ** exponent`` and 0 at a ratio of 0: a number, or ``(..., 1, 1)`` in the dtype of the computation."""
+    if not isinstance(ratio, Tensor):
+        ratio = float(ratio)
+        if not 0 <= ratio < 1:
+            raise ValueError(f"hub_refine: ratio is the fraction removed and must be in [0, 1), not {ratio}")
+        return ratio**exponent if ratio > 0 else 0.0
+    rows = scores.shape[:-2]
+    if not _broadcasts(ratio, rows):
+        raise ValueError(
+            f"hub_refine: ratio of shape {tuple(ratio.shape)} does not broadcast to one per row, {tuple(rows)}, "
+            f"for scores of shape {tuple(scores.shape)}"
+        )
+    outside = ~((ratio >= 0) & (ratio < 1))
+    if bool(outside.any()):
+        raise ValueError(
+            f"hub_refine: ratio is the fraction removed and must be in [0, 1), not {ratio[outside][0].item()}"
+        )
+    ratio = ratio.to(scores.device, torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    return torch.where(ratio > 0, ratio.pow(exponent), 0.0)[..., None, None]
+
+
+def _check_parameters(
+    kernel: int,
+    discount: float,
+    weight_exponent: float,
+    weight_clip: tuple[float, float],
+    gate_exponent: float,
+    neighbours: str,
+) -> None:
+    largest = sys.float_info.max
+    if isinstance(kernel, bool) or not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"hub_refine: kernel must be an odd whole number of at least 1, not {kernel!r}")
+    if not _between(0, discount, 1):
+        raise ValueError(f"hub_refine: discount must be in [0, 1], not {discount!r}")
+    if not _between(0, weight_exponent, largest):
+        raise ValueError(f"hub_refine: weight_exponent must be finite and >= 0, not {weight_exponent!r}")
+    pair = isinstance(weight_clip, tuple | list) and len(weight_clip) == 2
+    if not pair or not _between(0, weight_clip[1], largest) or not _between(0, weight_clip[0], weight_clip[1]):
+        raise ValueError(f"hub_refine: weight_clip must be (low, high) with 0 <= low <= high, not {weight_clip!r}")
+    if not _between(0, gate_exponent, largest):
+        raise ValueError(f"hub_refine: gate_exponent must be finite and >= 0, not {gate_exponent!r}")
+    if neighbours != "position":
+        raise ValueError(f"hub_refine: unknown neighbours {neighbours!r}; valid: 'position'")
+
+
+def _between(low: float, value: object, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check_tensors(scores: Tensor, positions: Tensor | None, protected: Tensor | None) -> None:
+    if scores.ndim < 2 or not scores.is_floating_point():
+        raise ValueError(
+            f"hub_refine: scores must be floating point of shape (..., H, N), not {scores.dtype} {tuple(scores.shape)}"
+        )
+    if positions is not None:
+        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+            raise ValueError(f"hub_refine: positions must be integers, not {positions.dtype}")
+        _check_broadcast("positions", positions, scores)
+    if protected is not None:
+        if protected.dtype != torch.bool:
+            raise ValueError(f"hub_refine: protected must be bool, not {protected.dtype}")
+        _check_broadcast("protected", protected, scores)
+
+
+def _check_broadcast(name: str, given: Tensor, scores: Tensor) -> None:
+    if not _broadcasts(given, scores.shape) or given.ndim < 1 or given.shape[-1] != scores.shape[-1]:
+        raise ValueError(
+            f"hub_refine: {name} of shape {tuple(given.shape)} do not fit scores of shape {tuple(scores.shape)}"
+        )
+
+
+def _broadcasts(tensor: Tensor, shape: torch.Size) -> bool:
+    return tensor.ndim <= len(shape) and all(a in (1, b) for a, b in zip(tensor.shape[::-1], shape[::-1], strict=False))
+
+
+def _check_scores(scores: Tensor) -> None:
+    if scores.numel() == 0:
+        return
+    low, high = torch.stack(scores.aminmax()).tolist()  # NaN propagates to both
+    if math.isnan(low) or high == math.inf or low == -math.inf:
+        bad = scores[~scores.isfinite()][0].item()
+        raise ValueError(f"hub_refine: scores must be finite, but an unprotected one is {bad}")
+    if low < 0:
+        raise ValueError(
+            f"hub_refine: scores must be >= 0, but an unprotected one is {low}: a discount would raise it. "
+            "Shift signed scores first, as Scorer.nonnegative does"
+        )
+
+
+@refiners.register("hub")
+@dataclass(frozen=True)
+class Hub(Refiner):
+    """HubKV as a refiner: :func:`hub_refine` with these hyper-parameters, whose source and readings are stated there.
+
+    Args:
+        kernel: window width in positions, odd.
+        discount: factor of non-hubs, in [0, 1].
+        weight_exponent: exponent of a head's relative selectivity, >= 0.
+        weight_clip: smallest and largest head weight.
+        gate_exponent: exponent of the ratio, >= 0.
+        calibrate: whether heads are weighted.
+        neighbours: the reading of "neighbour"; only ``"position"`` for now.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    kernel: int = 5
+    discount: float = 0.5
+    weight_exponent: float = 0.5
+    weight_clip: tuple[float, float] = (0.8, 1.2)
+    gate_exponent: float = 2.0
+    calibrate: bool = True
+    neighbours: str = "position"
+
+    def __post_init__(self) -> None:
+        _check_parameters(
+            self.kernel, self.discount, self.weight_exponent, self.weight_clip, self.gate_exponent, self.neighbours
+        )
+
+    def refine(self, scores: Tensor, ratio: float | Tensor, *, positions: Tensor, protected: Tensor) -> Tensor:
+        """Refined scores ``(B, H, N)``; ``ratio`` is a number or ``(B,)``."""
+        return hub_refine(
+            scores,
+            ratio,
+            kernel=self.kernel,
+            discount=self.discount,
+            weight_exponent=self.weight_exponent,
+            weight_clip=self.weight_clip,
+            gate_exponent=self.gate_exponent,
+            calibrate=self.calibrate,
+            positions=positions,
+            protected=protected,
+            neighbours=self.neighbours,
+        )

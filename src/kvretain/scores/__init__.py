@@ -1,0 +1,12 @@
+"""How useful is each entry? One scorer a file; importing the package registers them all in ``scorers``."""
+
+from .base import Scorer, scorers
+from .h2o import H2O
+from .keydiff import KeyDiff
+from .knorm import KNorm
+from .random import Random
+from .snapkv import SnapKV
+from .streaming import Streaming
+from .tova import TOVA
+
+__all__ = ["H2O", "TOVA", "KNorm", "KeyDiff", "Random", "Scorer", "SnapKV", "Streaming", "scorers"]

@@ -1,0 +1,42 @@
+"""What several scorers share: field checks and attention over the cached entries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache.view import CacheView
+
+
+def check_whole(scorer: str, field: str, value: object, lowest: int) -> None:
+    """Raise ``ValueError`` unless ``value`` is an ``int`` of at least ``lowest``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ValueError(f"{scorer}: {field} must be a whole number of at least {lowest}, not {value!r}")
+
+
+def check_choice(scorer: str, field: str, value: object, valid: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``valid``."""
+    if value not in valid:
+        raise ValueError(f"{scorer}: {field} must be one of {', '.join(map(repr, valid))}, not {value!r}")
+
+
+def last_queries(view: CacheView, scorer: str, count: int) -> tuple[Tensor, Tensor]:
+    """The last ``count`` queries of ``view``, or as many as it has, ``(B, Hq, W, D)``; and which are real, ``(B, W)``.
+
+    Raises:
+        ValueError: the view carries no queries.
+    """
+    if view.queries is None:
+        raise ValueError(
+            f"scorer {scorer!r} needs the last {count} queries, but layer {view.layer}'s view has queries=None"
+        )
+    queries = view.queries[..., -count:, :]
+    if view.query_valid is None:
+        return queries, queries.new_ones((queries.shape[0], queries.shape[-2]), dtype=torch.bool)
+    return queries, view.query_valid[:, -count:]
+
+
+def attend(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax of ``logits (..., N)`` over the entries ``allowed (..., N)``; 0 elsewhere, and everywhere if none is."""
+    # The second fill turns the NaN of a row with no allowed entry into 0, whatever stands in padding slots.
+    return logits.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed, 0.0)

@@ -1,0 +1,62 @@
+"""The scorer's contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..cache.view import CacheView
+from ..registry import Registry
+
+
+class Scorer(ABC):
+    """How useful is each entry? A pure function of a :class:`~kvretain.cache.view.CacheView`.
+
+    A subclass is a frozen dataclass whose fields are its hyper-parameters (flat: numbers, strings, booleans, None), validated
+    in ``__post_init__`` with a ``ValueError``. It holds no state and imports no model.
+
+    Invariants: scores are float32, finite, higher = keep; a row's scores do not depend on the other rows of the batch,
+    nor on padding entries.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """What the cache must collect: ``"queries"`` (the last ``window``) and/or ``"attention"`` (accumulated weights)."""
+
+    signed: ClassVar[bool] = False
+    """Whether scores can be negative; if so, refiners see them through :meth:`nonnegative`."""
+
+    sinks: ClassVar[int] = 4
+    """Default number of protected first tokens."""
+
+    paper: ClassVar[str] = ""
+    """Where the method comes from, for tables: a short name and an arXiv number."""
+
+    @property
+    def window(self) -> int:
+        """Queries that :meth:`score` reads (0 unless ``needs`` names ``"queries"``)."""
+        return 0
+
+    def recent(self, budget: int) -> int:
+        """Default number of protected last tokens under ``budget``."""
+        return 0
+
+    @abstractmethod
+    def score(self, view: CacheView) -> Tensor:
+        """Scores ``(B, H, N)`` float32 of the entries in ``view``."""
+
+    def nonnegative(self, scores: Tensor, candidates: Tensor) -> Tensor:
+        """``scores (B, H, N)`` shifted to be >= 0, for refiners that discount by multiplication.
+
+        Signed scores lose their per-head minimum over ``candidates (B, H, N)``; entries that are not candidates are clamped
+        at 0 (they are never discounted). Scores of a scorer that is not ``signed`` come back as they are.
+        """
+        if not self.signed:
+            return scores
+        lowest = scores.masked_fill(~candidates, torch.inf).amin(-1, keepdim=True)
+        return (scores - torch.where(lowest.isfinite(), lowest, 0)).clamp_min(0)
+
+
+scorers: Registry[Scorer] = Registry("scorer")

@@ -1,0 +1,1 @@
+"""Tasks with a known answer: generators, loaders and graders. No model, no transformers."""
