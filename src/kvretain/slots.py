@@ -8,7 +8,7 @@ from torch import Tensor
 def pack_index(chosen: Tensor) -> Tensor:
     """Slots ``(..., N)`` int64 of a stable partition of ``chosen (..., N)`` bool: chosen entries first, in order.
 
-    A permutation: ``packed = x.new_empty(...).scatter(-1, slots, x)`` packs, ``packed.gather(-1, slots)`` undoes it.
+    A permutation: ``pack(entries, slots)`` packs and ``.gather(-1, slots)`` undoes it.
     """
     rank = chosen.cumsum(-1)
     others = (~chosen).cumsum(-1)

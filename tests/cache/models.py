@@ -1,7 +1,7 @@
 """Tiny random models, built offline from configurations: one of each attention family that the cache must serve.
 
-Their attention is sharp (large projections), so that hiding a single entry moves the logits visibly; 4 query heads share
-2 key/value heads; weights are seeded, so a model is the same in every process.
+Their attention is sharp (large projections), so that hiding a single entry moves the logits visibly; 4 query heads
+share 2 key/value heads; weights are seeded, so a model is the same in every process.
 """
 
 from __future__ import annotations
@@ -86,8 +86,11 @@ def build(name: str, *, attention: str | None = None, dtype: torch.dtype = torch
 
 def _sharpen(label: str, parameter: nn.Parameter) -> None:
     """Weights whose initial value would make a test blind: flat attention, zero biases, silent sinks."""
-    if label.endswith(("q_norm.weight", "k_norm.weight")):  # normalised queries and keys: the norm's gain is the sharpness
-        parameter.fill_(1.0 if parameter.mean() == 0 else 2.0)  # Gemma stores gain - 1
+    if label.endswith(
+        ("q_norm.weight", "k_norm.weight")
+    ):  # normalised queries and keys: the norm's gain is the sharpness
+        gain = torch.linspace(1.0, 3.0, len(parameter))  # uneven, or all keys would have one norm
+        parameter.copy_(gain - 1 if parameter.mean() == 0 else gain)  # Gemma stores gain - 1
     elif label.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")):
         parameter.normal_(std=0.2)
     elif label.endswith("self_attn.sinks"):
@@ -126,11 +129,12 @@ def forward(model, ids: Tensor, cache, *, mask: Tensor | None = None, positions:
     if positions is None and mask is not None:
         positions = positions_of(mask)[:, -ids.shape[1] :]
     return model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{_cache_argument(model): cache}
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{cache_argument(model): cache}
     ).logits
 
 
-def _cache_argument(model) -> str:
+def cache_argument(model) -> str:
+    """Transformers renamed the argument of ``forward`` and ``generate`` between the releases that the suite runs on."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

@@ -11,7 +11,7 @@ import transformers
 
 from kvretain import Policy, RetentionCache, presets, scorers
 
-from .models import build, forward, left_padded, tokens
+from .models import build, cache_argument, forward, left_padded, tokens
 from .oracle import Turn, held, play
 
 
@@ -21,10 +21,10 @@ def make(net, policy="knorm", **options) -> RetentionCache:
 
 def refuses(*words: str):
     """A ``ValueError`` whose message holds every word, in any order."""
-    return pytest.raises(ValueError, match="(?is)" + "".join(f"(?=.*{word})" for word in words))
+    return pytest.raises(ValueError, match="(?is)" + "".join(f"(?=.*(?:{word}))" for word in words))
 
 
-# ------------------------------------------------------------------------------------------------------------------ making
+# --- making ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_something_that_is_no_model_is_refused() -> None:
         make(torch.nn.Linear(2, 2), budget=8)
 
 
-# ----------------------------------------------------------------------------------------------------------------- running
+# --- running --------------------------------------------------------------------------------------
 
 
 def test_more_protected_entries_than_a_ratio_leaves(llama) -> None:
@@ -233,7 +233,13 @@ def test_a_mask_that_contradicts_what_was_seen(llama, policy, evicted, change, w
 
 def test_a_four_dimensional_mask_at_the_first_pass(llama) -> None:
     with refuses("4-D", "2-D"):
-        forward(llama, tokens(1, 1, 12), make(llama, budget=8), mask=torch.zeros(1, 1, 12, 12), positions=torch.arange(12)[None])
+        forward(
+            llama,
+            tokens(1, 1, 12),
+            make(llama, budget=8),
+            mask=torch.zeros(1, 1, 12, 12),
+            positions=torch.arange(12)[None],
+        )
 
 
 def test_right_padding_is_refused_or_right(llama) -> None:
@@ -249,7 +255,7 @@ def test_right_padding_is_refused_or_right(llama) -> None:
         assert int(positions[1].max()) == 11 and bool((positions[1] >= 0).all())
 
 
-# -------------------------------------------------------------------------------------------------- operations that cannot
+# --- operations that cannot -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "knorm"])
@@ -279,7 +285,7 @@ def test_assisted_decoding_is_refused_with_a_reason(llama) -> None:
         for extra in ({"assistant_model": build("llama")}, {"prompt_lookup_num_tokens": 3}):
             cache = make(llama, policy, budget=8)
             with refuses("assisted|speculative|prompt_lookup|assistant", "evict|crop|roll|take back"):
-                llama.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **extra)
+                llama.generate(ids, max_new_tokens=12, do_sample=False, **{cache_argument(llama): cache}, **extra)
 
 
 def test_an_untouched_cache_answers(llama) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache as memoise
 
@@ -12,8 +11,8 @@ import torch
 
 from kvretain import RetentionCache
 
-from .models import MODELS, left_padded, model, tokens
-from .oracle import Oracle, Recorder, Step, Turn, compare, play
+from .models import MODELS, cache_argument, left_padded, model, tokens
+from .oracle import Oracle, Recorder, Step, Turn, check_positions, compare, play
 
 POLICIES = (
     "random",
@@ -29,41 +28,33 @@ POLICIES = (
     "keydiff@model",
     "snapkv(window=4,kernel=3)",
 )
+PER_HEAD = ("random", "knorm", "keydiff", "snapkv", "h2o", "snapkv+hub")
 CORE = ("snapkv", "keydiff", "streaming", "snapkv+hub", "keydiff@model")
 
-# ------------------------------------------------------------------------------------------------------------- situations
+# --- situations -----------------------------------------------------------------------------------
 
-BUDGET = {"budget": 10, "every": 4}
+BUDGET = {"budget": 14, "every": 4}
 RATIO = {"ratio": 0.6, "every": 4}
 SEED = 7
 
 
-def _batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    return left_padded([tokens(seed, 27), tokens(seed + 1, 19), tokens(seed + 2, 12)])
-
-
-def _turn(seed: int, lengths: tuple[int, ...], decode: int) -> Turn:
+def _rows(seed: int, lengths: tuple[int, ...], decode: int = 0) -> Turn:
     """A turn whose rows have these lengths, padded on the left: holes inside the mask from the second turn on."""
     return Turn(*left_padded([tokens(seed + i, length) for i, length in enumerate(lengths)]), decode)
 
 
-SCRIPTS: dict[str, tuple[dict, Callable[[], list[Turn]]]] = {
-    "single": (BUDGET, lambda: [Turn(tokens(0, 1, 24), decode=20)]),
-    "single ratio": (RATIO, lambda: [Turn(tokens(0, 1, 24), decode=20)]),
-    "left-padded": (BUDGET, lambda: [Turn(*_batch(), decode=18)]),
-    "left-padded ratio": (RATIO, lambda: [Turn(*_batch(), decode=20)]),
-    "left-padded short row": (BUDGET, lambda: [_turn(40, (26, 5, 1), 18)]),
-    "chunked prefill": (BUDGET, lambda: [Turn(tokens(3, 2, n)) for n in (13, 9)] + [Turn(tokens(4, 2, 8), decode=16)]),
-    "three turns": (BUDGET, lambda: [Turn(tokens(5 + n, 2, n), decode=8) for n in (20, 9, 7)]),
-    "three turns ratio": (RATIO, lambda: [Turn(tokens(5 + n, 2, n), decode=8) for n in (20, 9, 7)]),
-    "turns left-padded": (
-        BUDGET,
-        lambda: [_turn(10, (22, 15, 9), 7), _turn(20, (4, 11, 7), 8), _turn(30, (6, 1, 3), 5)],
-    ),
-    "turns left-padded ratio": (
-        RATIO,
-        lambda: [_turn(10, (22, 15, 9), 7), _turn(20, (4, 11, 7), 8), _turn(30, (6, 1, 3), 5)],
-    ),
+SCRIPTS: dict[str, tuple[dict, list[Turn]]] = {
+    "single": (BUDGET, [Turn(tokens(0, 1, 30), decode=20)]),
+    "single ratio": (RATIO, [Turn(tokens(0, 1, 30), decode=20)]),
+    "left-padded": (BUDGET, [_rows(0, (32, 25, 18), 18)]),
+    "left-padded ratio": (RATIO, [_rows(0, (32, 25, 18), 20)]),
+    "left-padded short row": (BUDGET, [_rows(40, (30, 5, 1), 18)]),
+    "chunked prefill": (BUDGET, [*(Turn(tokens(3, 2, n)) for n in (19, 11)), Turn(tokens(4, 2, 8), decode=16)]),
+    "three turns": (BUDGET, [Turn(tokens(5 + n, 2, n), decode=8) for n in (26, 9, 7)]),
+    "three turns ratio": (RATIO, [Turn(tokens(5 + n, 2, n), decode=8) for n in (26, 9, 7)]),
+    "turns left-padded": (BUDGET, [_rows(10, (28, 17, 9), 7), _rows(20, (4, 13, 7), 8), _rows(30, (6, 1, 3), 5)]),
+    "turns left-padded ratio": (RATIO, [_rows(10, (28, 17, 9), 7), _rows(20, (4, 13, 7), 8), _rows(30, (6, 1, 3), 5)]),
+    "padded after an unpadded turn": (BUDGET, [Turn(tokens(9, 3, 22), decode=6), _rows(50, (2, 9, 5), 12)]),
 }
 GENERATES: dict[str, tuple[dict, dict]] = {
     "beams": (BUDGET, {"num_beams": 3, "max_new_tokens": 16}),
@@ -73,7 +64,7 @@ GENERATES: dict[str, tuple[dict, dict]] = {
 }
 SITUATIONS = (*SCRIPTS, *GENERATES)
 
-# ------------------------------------------------------------------------------------------------------------------ table
+# --- table ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,9 @@ class Cell:
     attention: str = "sdpa"
 
     def __str__(self) -> str:
-        return " ".join((self.policy, self.model, str(self.dtype).removeprefix("torch."), self.attention, self.situation))
+        return " ".join(
+            (self.policy, self.model, str(self.dtype).removeprefix("torch."), self.attention, self.situation)
+        )
 
 
 CELLS = [
@@ -141,27 +134,28 @@ def run(cell: Cell) -> list[Step]:
     if cell.situation in SCRIPTS:
         options, script = SCRIPTS[cell.situation]
         cache = RetentionCache.for_model(net, cell.policy, **options)
-        steps = play(net, cache, script(), pass_mask="left-padded" in cell.situation)
+        steps = play(net, cache, script, pass_mask="padded" in cell.situation)
     else:
         options, arguments = GENERATES[cell.situation]
         cache = RetentionCache.for_model(net, cell.policy, **options)
-        ids, mask = _batch()
+        prompt = _rows(0, (32, 25, 18))
+        ids, mask = prompt.ids, prompt.mask
         recorder = Recorder(cache, mask)
         torch.manual_seed(SEED)
         out = net.generate(
             input_ids=ids,
             attention_mask=mask,
-            past_key_values=cache,
             logits_processor=[recorder],
             output_logits=True,
             return_dict_in_generate=True,
-            **({"do_sample": False} | arguments),
+            **({"do_sample": False, cache_argument(net): cache} | arguments),
         )
         steps = recorder.steps(out.logits)
         if "num_beams" not in arguments:
             check_tokens(cell, steps, out.sequences[:, ids.shape[1] :], sample="do_sample" in arguments)
     cache.check_integrity()
     for step in steps:
+        check_positions(step)
         check_budget(step, cell.policy, **options)
     return steps
 
@@ -189,7 +183,9 @@ def check_budget(step: Step, policy: str, *, budget: int | None = None, ratio: f
         evicted = torch.minimum(before, allowed[:, None])
         columns = step.ids.shape[1] + (step.before[layer].shape[-1] if layer in step.before else 0)
         limit = int(allowed.max())
-        if step.ids.shape[1] > 1 or layer not in step.before:
+        if policy == "full":
+            evicts = False
+        elif step.ids.shape[1] > 1 or layer not in step.before:
             evicts = columns > limit
         else:
             evicts = columns >= limit + every
@@ -207,6 +203,10 @@ def test_cell(cell: Cell) -> None:
         assert verdict.evictions == 0
         return
     assert verdict.evictions >= 2
+    if cell.policy.partition("(")[0] in PER_HEAD:
+        assert any(not torch.equal(p[:, 0], p[:, 1]) for step in steps for p in step.after.values()), (
+            "heads never differ"
+        )
     blind = max(
         (step.logits - logits[:, -step.logits.shape[1] :]).float().abs()[:, -1].max().item()
         for step, logits in zip(steps, reference.logits(steps, hide=False), strict=True)
@@ -218,7 +218,8 @@ def test_cell(cell: Cell) -> None:
 def test_oracle_notices_a_single_wrong_entry(wrong: str) -> None:
     """The comparison has teeth: a recording that errs by one entry in one head of one layer fails."""
     steps = run(Cell("snapkv", situation="left-padded"))
-    step = next(step for step in steps if step.before)
+    compare(oracle("llama", torch.float32), steps, atol=1e-4)
+    step = next(step for step in steps if step.before and not torch.equal(*step.before[1][0]))
     kept = step.before[1] = step.before[1].clone()
     if wrong == "one hidden entry shown":
         missing = set(range(int(kept[0].max()))) - set(kept[0, 0].tolist())

@@ -12,11 +12,22 @@ from transformers import DynamicCache
 
 from kvretain import RetentionCache
 
-from .models import forward, left_padded, model, tokens
+from .models import build, cache_argument, forward, left_padded, model, tokens
 from .oracle import Turn, held, play
 
 BUDGET, EVERY = 10, 6
-POLICIES = ("random", "streaming", "knorm", "keydiff", "tova", "snapkv", "h2o", "snapkv+hub", "knorm@layer", "keydiff@model")
+POLICIES = (
+    "random",
+    "streaming",
+    "knorm",
+    "keydiff",
+    "tova",
+    "snapkv",
+    "h2o",
+    "snapkv+hub",
+    "knorm@layer",
+    "keydiff@model",
+)
 
 
 def make(net, policy: str = "knorm", **options) -> RetentionCache:
@@ -64,7 +75,7 @@ def owned_bytes(cache) -> int:
     return sum(storages.values())
 
 
-# ------------------------------------------------------------------------------------------------------------------- bytes
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -109,18 +120,20 @@ def test_bookkeeping_is_small_beside_the_entries(policy) -> None:
     Positions cost at most 5 % of the entries. Policies that watch attention keep a few queries (snapkv: window x query
     heads) or one number per entry and head (h2o), which does not grow with the tokens seen.
     """
-    from .models import build
-
     net = build("llama", head_dim=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
     cache = make(net, policy, budget=128, every=32)
     forward(net, tokens(1, 1, 600), cache)
     first = owned_bytes(cache)
     for token in tokens(2, 1, 40).split(1, 1):
         forward(net, token, cache)
-    observed = {"snapkv": 16 * 4 * 64 * 4, "snapkv+hub": 16 * 4 * 64 * 4, "tova": 4 * 64 * 4, "h2o": 160 * 2 * 4}.get(policy, 0)
+    observed = {"snapkv": 16 * 4 * 64 * 4, "snapkv+hub": 16 * 4 * 64 * 4, "tova": 4 * 64 * 4, "h2o": 160 * 2 * 4}.get(
+        policy, 0
+    )
     assert cache.nbytes == measured(cache.layers) == sum(160 * entry_bytes(layer) for layer in cache.layers)
     assert owned_bytes(cache) <= cache.nbytes * 1.05 + len(cache.layers) * (observed + 512)
-    assert first <= sum(128 * entry_bytes(layer) for layer in cache.layers) * 1.05 + len(cache.layers) * (observed + 512)
+    assert first <= sum(128 * entry_bytes(layer) for layer in cache.layers) * 1.05 + len(cache.layers) * (
+        observed + 512
+    )
 
 
 def test_a_ratio_frees_memory_at_prefill(llama) -> None:
@@ -152,11 +165,11 @@ def test_dtype_and_device_of_each_layer_are_kept(policy, dtype) -> None:
 
 def test_a_cache_holds_no_autograd_graph(llama) -> None:
     cache = make(llama, "snapkv")
-    llama(input_ids=tokens(1, 1, 20), past_key_values=cache)  # with gradients enabled
+    llama(input_ids=tokens(1, 1, 20), **{cache_argument(llama): cache})  # with gradients enabled
     assert not any(tensor.requires_grad for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
-# ----------------------------------------------------------------------------------------------------------------- lengths
+# --- lengths --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["knorm", "snapkv", "keydiff@model"])
@@ -196,7 +209,7 @@ def test_sliding_layers_are_transformers_own(name, policy) -> None:
     assert cache.layers[0].is_sliding and torch.equal(cache.layers[0].keys, plain.layers[0].keys)
 
 
-# ------------------------------------------------------------------------------------------------------------------- trace
+# --- trace ----------------------------------------------------------------------------------------
 
 
 class NaiveTrace:
@@ -235,7 +248,13 @@ def test_the_trace_equals_a_recording_after_every_forward(policy, name) -> None:
     net = model(name)
     cache = make(net, policy)
     naive = NaiveTrace(cache)
-    for ids in (tokens(1, 2, 30), *tokens(2, 2, 15).split(1, 1), tokens(3, 2, 5), tokens(4, 2, 5), *tokens(5, 2, 9).split(1, 1)):
+    for ids in (
+        tokens(1, 2, 30),
+        *tokens(2, 2, 15).split(1, 1),
+        tokens(3, 2, 5),
+        tokens(4, 2, 5),
+        *tokens(5, 2, 9).split(1, 1),
+    ):
         forward(net, ids, cache)
         naive.record(ids.shape[1])
     expected = naive.columns()
@@ -271,7 +290,7 @@ def test_the_trace_exports_to_arrow(llama) -> None:
     assert table.to_pydict() == cache.trace.to_dict()
 
 
-# ------------------------------------------------------------------------------------------------------ random call orders
+# --- random call orders ---------------------------------------------------------------------------
 
 OPERATIONS = st.one_of(
     st.tuples(st.just("feed"), st.integers(2, 18)),
@@ -289,7 +308,9 @@ OPERATIONS = st.one_of(
 @given(
     policy=st.sampled_from(POLICIES),
     name=st.sampled_from(["llama", "llama", "gemma3"]),
-    options=st.sampled_from([{"budget": 7, "every": 3}, {"budget": 9, "every": 1}, {"ratio": 0.6, "budget": None, "every": 3}]),
+    options=st.sampled_from(
+        [{"budget": 7, "every": 3}, {"budget": 9, "every": 1}, {"ratio": 0.6, "budget": None, "every": 3}]
+    ),
     operations=st.lists(OPERATIONS, min_size=1, max_size=8),
     seed=st.integers(0, 1000),
 )
@@ -363,6 +384,8 @@ def check(cache, mask: torch.Tensor, naive: NaiveTrace | None) -> None:
                 assert kept == sorted(set(kept)) and (not kept or kept[-1] == int(real[row]) - 1 or True)
                 assert all(p < real[row] for p in kept)
                 assert kept or not real[row], "an empty row"
-    assert cache.nbytes == (measured([layer for layer in cache.layers if layer.keys is not None]) if mask.shape[1] else 0)
+    assert cache.nbytes == (
+        measured([layer for layer in cache.layers if layer.keys is not None]) if mask.shape[1] else 0
+    )
     if naive is not None and naive.rows:
         assert len(cache.trace) == naive.steps

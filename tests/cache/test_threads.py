@@ -14,7 +14,13 @@ from kvretain import RetentionCache
 from .models import build, forward, left_padded, model, tokens
 from .oracle import Step, Turn, held, play
 
-PAIRS = [("snapkv", "h2o"), ("snapkv+hub", "snapkv+hub"), ("tova", "knorm"), ("h2o", "full"), ("snapkv", "keydiff@model")]
+PAIRS = [
+    ("snapkv", "h2o"),
+    ("snapkv+hub", "snapkv+hub"),
+    ("tova", "knorm"),
+    ("h2o", "full"),
+    ("snapkv", "keydiff@model"),
+]
 SCRIPTS = (
     [Turn(tokens(1, 1, 24), decode=14), Turn(tokens(2, 1, 6), decode=8)],
     [Turn(*left_padded([tokens(3, 19), tokens(4, 27)]), decode=20)],

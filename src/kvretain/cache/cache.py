@@ -72,9 +72,14 @@ class RetentionCache(Cache):
         """
         support.check_transformers()
         policy = Policy.parse(policy) if isinstance(policy, str) or not isinstance(policy, Policy) else policy
-        limit = None
-        if policy.scorer is not None:
-            limit = Budget(budget, ratio, every, sinks, recent, protect_prompt)
+        limit = None if policy.scorer is None else Budget(budget, ratio, every, sinks, recent, protect_prompt)
+        cache = cls._build(model, policy, limit)
+        if limit is not None:
+            support.ensure_verified(model)
+        return cache
+
+    @classmethod
+    def _build(cls, model: Any, policy: Policy, limit: Budget | None) -> RetentionCache:
         decoder = support.decoder_of(model)
         layers = support.layers_of(decoder)
         session = Session(policy, limit, len(layers))
@@ -85,6 +90,7 @@ class RetentionCache(Cache):
         cache._attach(decoder)
         return cache
 
+    # The public attributes, for type checkers
     policy: Policy
     trace: Trace
     _session: Session

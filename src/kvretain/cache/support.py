@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from ..policy import Policy
+from .budget import Budget
 
 OLDEST = (5, 17)
 
@@ -58,15 +62,17 @@ def layers_of(decoder: PreTrainedModel) -> list[Any]:
     if reason:
         raise ValueError(f"{kind} models are not supported: {reason}")
     layers = DynamicCache(config=decoder.config).layers
-    if not layers:
-        raise ValueError(f"{kind} models are not supported: transformers knows no cache layers for them")
+    # A window that no context can exceed is full attention.
+    context = getattr(decoder.config, "max_position_embeddings", None) or 0
+    if all(type(layer) is not DynamicSlidingWindowLayer or layer.sliding_window >= context > 0 for layer in layers):
+        layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in layers]
     for index, layer in enumerate(layers):
         if type(layer) is not DynamicLayer and type(layer) not in UNTOUCHED:
             raise ValueError(f"{kind} models are not supported: layer {index} needs a {type(layer).__name__}")
     if not any(type(layer) is DynamicLayer for layer in layers):
         raise ValueError(
-            f"{kind}: no layer of this model has full attention (all are {type(layers[0]).__name__}), so there is nothing to "
-            "compress: use transformers' own cache"
+            f"{kind}: no layer of this model has full attention (all are {type(layers[0]).__name__}), so every layer is bounded "
+            "already and there is nothing to compress: use transformers' own cache"
         )
     return layers
 
@@ -79,3 +85,79 @@ REFUSED = {
     "falcon": _ALIBI,
 }
 """Model types whose attention would be silently wrong after an eviction."""
+
+VERIFIED = frozenset(
+    """
+    apertus arcee biogpt bitnet codegen cohere cwm diffllama ernie4_5 ernie4_5_moe exaone flex_olmo gemma gemma2 gemma3_text
+    glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense
+    hunyuan_v1_moe hyperclovax internlm3 jais2 jetmoe llama minimax_m2 ministral3 mistral mixtral nanochat nemotron olmo olmo2
+    olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 xglm
+    """.split()
+)
+"""Model types that pass :func:`verify` in kvretain's own tests; others are verified on first use."""
+
+_verified: set[str] = set()
+
+
+def verify(model: Any) -> float:
+    """Checks on ``model`` itself that an eviction is what it claims to be: the same as hiding the evicted entries.
+
+    Feeds 20 fixed tokens and 9 more, one by one, under a budget of 10 entries, and compares the logits with one pass of full
+    attention under a mask that hides what was evicted. About 30 tokens of work; the model must be in eval mode.
+
+    Returns:
+        The largest difference of logits, divided by the largest effect that hiding had.
+
+    Raises:
+        ValueError: the logits differ by more than a fifth of that effect, or the model cannot run this; names its type.
+    """
+    kind = model.config.model_type
+    try:
+        error, effect = _verify(model)
+    except Exception as failure:
+        raise ValueError(f"{kind} models are not supported: {type(failure).__name__}: {failure}") from failure
+    if not error < 0.2 * effect:
+        raise ValueError(
+            f"{kind} models are not supported: after an eviction their logits differ by {error:.2g} from full attention with the "
+            f"evicted entries hidden (hiding them changes logits by {effect:.2g})"
+        )
+    _verified.add(kind)
+    return error / effect
+
+
+@torch.no_grad()
+def _verify(model: Any) -> tuple[float, float]:
+    from .cache import RetentionCache
+
+    cache = RetentionCache._build(model, Policy.parse("streaming"), Budget(10, None, every=4, sinks=2))
+    layer = cache._retained[0]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = (torch.arange(29, device=model.device) * 7919 % (vocabulary - 3) + 3)[None]
+    total = tokens.shape[1]
+    logits, visible = [], []
+    for start, stop in [(0, 20), *((i, i + 1) for i in range(20, total))]:
+        kept = layer.positions[0, 0].cpu() if start else torch.empty(0, dtype=torch.int64)
+        for own in range(start, stop):
+            row = torch.zeros(total, dtype=torch.bool)
+            row[kept] = row[start : own + 1] = True
+            visible.append(row)
+        logits.append(model(tokens[:, start:stop], past_key_values=cache).logits[0].float())
+    mask = torch.stack(visible).to(model.device)[None, None]
+    lowest = torch.finfo(model.dtype).min
+    hidden = torch.zeros(mask.shape, dtype=model.dtype, device=model.device).masked_fill(~mask, lowest)
+    # Layers of another type are not evicted: causal, and inside their window if they have one.
+    window = getattr(model.config, "sliding_window", None) or total
+    full = torch.full_like(hidden, lowest)
+    full = full.triu(1) + full.tril(-window)
+    types = set(getattr(model.config, "layer_types", None) or ())
+    given = {t: hidden if t == "full_attention" else full for t in types} if len(types) > 1 else hidden
+    reference = model(tokens, attention_mask=given, use_cache=False).logits[0].float()
+    plain = model(tokens, use_cache=False).logits[0].float()
+    return (torch.cat(logits) - reference).abs().max().item(), (plain - reference).abs().max().item()
+
+
+def ensure_verified(model: Any) -> None:
+    """Runs :func:`verify` once per model type that is not in :data:`VERIFIED`."""
+    kind = model.config.model_type
+    if kind not in VERIFIED and kind not in _verified:
+        verify(model)

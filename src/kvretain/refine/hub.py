@@ -12,7 +12,7 @@ from torch import Tensor
 from ..slots import pack, pack_index
 from .base import Refiner, refiners
 
-_FLAT = 1e-6  # a coefficient of variation below this is rounding: the head counts as flat
+_FLAT = 1e-5  # a coefficient of variation below this is taken for rounding: the head is flat
 
 
 def hub_refine(
@@ -39,7 +39,7 @@ def hub_refine(
     2. *Discount*: ``q = s`` for hubs, ``discount * s`` for every other entry, near a hub or not.
     3. *Head weight*: ``beta = clip((selectivity / mean selectivity) ** weight_exponent, *weight_clip)``. Selectivity is
        the coefficient of variation (population std / mean); the mean runs over the heads (dim -2) whose scores are not
-       all zero. An all-zero head weighs 1; if all heads are flat, all weigh 1.
+       all zero. An all-zero head weighs 1; if all heads are flat (selectivity below 1e-5), all weigh 1.
     4. *Gate*: ``z = s + alpha * (beta * q - s)`` with ``alpha = ratio ** gate_exponent``. So every score is multiplied
        by one of two factors per head: ``1 + alpha * (beta - 1)`` for hubs, ``1 - alpha * (1 - discount * beta)`` else.
 
@@ -97,9 +97,10 @@ def hub_refine(
         weight = _head_weights(open_scores, excluded, weight_exponent, weight_clip)
     else:
         weight = open_scores.new_ones(*scores.shape[:-1], 1)
+    # Factors of hubs and of the rest; arithmetic is several times faster than `where` on a mask as mixed as this one.
     hub_factor = 1 + gate * (weight - 1)
     other_factor = 1 - gate * (1 - discount * weight)
-    refined = open_scores * torch.where(beaten, other_factor, hub_factor)
+    refined = (beaten * (other_factor - hub_factor)).add_(hub_factor).mul_(open_scores)
     if excluded is not None:
         refined = torch.where(excluded, precise, refined)
     return refined.to(scores.dtype)
@@ -110,10 +111,11 @@ def _beaten(scores: Tensor, radius: int, positions: Tensor | None, excluded: Ten
     if positions is None or scores.shape[-1] < 2:
         return _beaten_slots(scores, radius, None)
     positions = positions.to(torch.int32)  # differences are all that matters, and they are twice as fast
+    gaps = positions.diff()
+    lowest, highest = torch.stack(gaps.aminmax()).tolist()
     # Strictly ascending positions put all neighbours within `radius` slots; padding before them is no obstacle.
-    ascending = positions.diff() > 0
-    if bool((ascending | (positions[..., :-1] < 0)).all()):
-        return _beaten_slots(scores, radius, positions)
+    if lowest > 0 or bool(((gaps > 0) | (positions[..., :-1] < 0)).all()):
+        return _beaten_slots(scores, radius, positions if highest > 1 else None)
     # Padding, or protected entries out of order, stand between the others: set them aside.
     assert excluded is not None
     included = ~excluded.expand(scores.shape)
@@ -142,24 +144,19 @@ def _beaten_slots(scores: Tensor, radius: int, positions: Tensor | None) -> Tens
 
 def _head_weights(scores: Tensor, excluded: Tensor | None, exponent: float, clip: tuple[float, float]) -> Tensor:
     """Head weights ``(..., H, 1)`` of ``scores (..., H, N)``, which are 0 where ``excluded``."""
-    # Sums in float64 do not depend on their order, so weights agree across devices and beside any padding. MPS has none.
-    wide = scores.dtype if scores.device.type == "mps" else torch.float64
-    total = scores.sum(-1, keepdim=True, dtype=wide)
-    if excluded is None:
-        count = total.new_full((), max(scores.shape[-1], 1))
-    else:
-        count = (~excluded).sum(-1, keepdim=True).clamp_min(1).to(wide)
-    mean = total / count
-    deviation = scores - mean
+    count = torch.tensor(scores.shape[-1], dtype=scores.dtype, device=scores.device)
     if excluded is not None:
-        deviation = torch.where(excluded, 0.0, deviation)
-    spread = torch.linalg.vector_norm(deviation, dim=-1, keepdim=True) / count.sqrt()
+        count = count - excluded.sum(-1, keepdim=True, dtype=torch.int32)
+    total = scores.sum(-1, keepdim=True)
+    relative = (scores / (total / count)).sub_(1)  # dividing first keeps squares in range, whatever the scores' scale
+    if excluded is not None:
+        relative.masked_fill_(excluded, 0.0)
     alive = total > 0
-    selectivity = torch.where(alive, spread / mean, 0.0)
-    selectivity = torch.where(selectivity > _FLAT, selectivity, 0.0)
+    selectivity = torch.linalg.vector_norm(relative, dim=-1, keepdim=True) / count.sqrt()
+    selectivity = torch.where(alive & (selectivity > _FLAT), selectivity, 0.0)
     typical = selectivity.sum(-2, keepdim=True) / alive.sum(-2, keepdim=True).clamp_min(1)
     weight = (selectivity / typical).pow(exponent).clamp(*clip)
-    return torch.where(alive & (typical > 0), weight, 1.0).to(scores.dtype)
+    return torch.where(alive & (typical > 0), weight, 1.0)
 
 
 def _gate(ratio: float | Tensor, exponent: float, scores: Tensor) -> float | Tensor:

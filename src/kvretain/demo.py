@@ -1,0 +1,158 @@
+"""The demo's work: one hidden fact, one prompt, one answer per policy and ratio. No terminal here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from .answer import answer, build_prompt, decode_speed
+from .cache import RetentionCache
+from .models import load_model
+from .tasks.haystack import Haystack, grade
+
+POLICIES = ("full", "random", "streaming", "snapkv", "snapkv+hub")
+RATIOS = (0.8, 0.9)
+
+Report = Callable[[int, float], None]
+"""Receives a case's index and how much of its work is done, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: a policy, and the fraction removed (None for ``full``)."""
+
+    policy: str
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case's result; sizes are those right after the prefill.
+
+    Attributes:
+        policy, ratio: the case.
+        answer: the first line that the model wrote.
+        right: whether it contains the hidden code.
+        prompt_tokens: tokens prefilled.
+        kept: entries per KV head and layer.
+        cache_mib: key and value storage, measured from the tensors.
+        decode_tokens_per_second: single-token passes on that cache, prefill excluded.
+        seconds: everything for this case.
+    """
+
+    policy: str
+    ratio: float | None
+    answer: str
+    right: bool
+    prompt_tokens: int
+    kept: float
+    cache_mib: float
+    decode_tokens_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cases of a demo share: the model, as arguments of ``load_model``, and the question."""
+
+    haystack: Haystack
+    blind: bool
+    model: str
+    dtype: str | None = None
+    device: str | None = None
+    threads: int = 1
+
+
+def cases(policies: Sequence[str], ratios: Sequence[float]) -> list[Case]:
+    """Every policy at every ratio; ``full`` once, since it removes nothing."""
+    return [Case(p, r) for p in policies if p == "full" for r in [None]] + [
+        Case(p, r) for r in ratios for p in policies if p != "full"
+    ]
+
+
+def run_case(model: Any, tokenizer: Any, setting: Setting, case: Case, report: Callable[[float], None]) -> Row:
+    """Prefills the haystack under the case's policy, answers, and measures."""
+    began = time.perf_counter()
+    haystack = setting.haystack
+    prompt = build_prompt(tokenizer, haystack.question, context=haystack.context)
+    cache = RetentionCache.for_model(model, case.policy, ratio=case.ratio)
+    reply = answer(
+        model,
+        tokenizer,
+        prompt,
+        cache,
+        max_new_tokens=24,
+        blind=setting.blind,
+        on_prefill=lambda done: report(done / len(prompt)),
+    )
+    speed = decode_speed(model, cache)
+    text = reply.text.strip().partition("\n")[0]
+    return Row(
+        policy=case.policy,
+        ratio=case.ratio,
+        answer=text,
+        right=grade(text, haystack.answer),
+        prompt_tokens=len(prompt),
+        kept=reply.kept,
+        cache_mib=reply.cache_bytes / 2**20,
+        decode_tokens_per_second=speed,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def run_cases(setting: Setting, todo: Sequence[Case], *, jobs: int, report: Report) -> Iterator[tuple[int, Row]]:
+    """Yields ``(index, row)`` as cases finish, worked off by ``jobs`` processes (in this process if 1)."""
+    if jobs == 1:
+        torch.set_num_threads(setting.threads)
+        model, tokenizer = load_model(setting.model, dtype=setting.dtype, device=setting.device)
+        for index, case in enumerate(todo):
+            yield index, run_case(model, tokenizer, setting, case, lambda done, index=index: report(index, done))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    progress = spawn.Queue()
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(setting, progress)) as pool:
+        pending: dict[Future[Row], int] = {pool.submit(_work, index, case): index for index, case in enumerate(todo)}
+        try:
+            while pending:
+                try:
+                    report(*progress.get(timeout=0.1))
+                except queue.Empty:
+                    pass
+                for future in [f for f in pending if f.done()]:
+                    yield pending.pop(future), future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    """``row`` as plain values for JSON."""
+    return asdict(row)
+
+
+# A worker process holds one model and takes cases from the pool.
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(setting: Setting, progress: Any) -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(setting.threads)
+    model, tokenizer = load_model(setting.model, dtype=setting.dtype, device=setting.device)
+    _worker.update(model=model, tokenizer=tokenizer, setting=setting, progress=progress)
+
+
+def _work(index: int, case: Case) -> Row:
+    send = _worker["progress"].put
+    return run_case(
+        _worker["model"], _worker["tokenizer"], _worker["setting"], case, lambda done: send((index, done))
+    )
