@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import theory
 from .policy import Policy, presets
 from .refine import Refiner, hub_refine, refiners
 from .scores import Scorer, scorers
-from .select import Selector, select_topk, selectors
+from .select import Selector, select_coverage, select_topk, selectors
+from .select.coverage import coverage
 
 if TYPE_CHECKING:
     from .cache import CacheView, RetentionCache, Trace
@@ -26,13 +28,16 @@ __all__ = [
     "Scorer",
     "Selector",
     "Trace",
+    "coverage",
     "hub_refine",
     "load_model",
     "presets",
     "refiners",
     "scorers",
+    "select_coverage",
     "select_topk",
     "selectors",
+    "theory",
 ]
 
 

@@ -64,7 +64,7 @@ class Reply:
         text: the answer, special tokens removed.
         prompt_tokens, new_tokens: tokens read and written (an end-of-text token counts).
         kept: entries per KV head, averaged over the compressed layers, right after the prefill.
-        kept_at_end, mean_kept, peak_kept: the same after the last token, on average, and at most over the forward passes.
+        kept_at_end, mean_kept, peak_kept: the same after the last token, and the mean and the most over all passes.
         cache_bytes: bytes of key and value storage right after the prefill, measured from the tensors.
         cache_bytes_at_end: the same at the end; decoding reserves room for ``every`` more entries.
         prefill_seconds: until the first new token is there; ``decode_seconds``: from the first to the last.
@@ -129,14 +129,14 @@ def answer(
     max_new_tokens: int = 64,
     blind: bool = False,
     chunk: int | None = None,
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    sampling: Sampling = Sampling(),
     on_prefill: Callable[[float], None] | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> Reply:
     """Answers ``prompt`` with ``model.generate`` on an empty ``cache``.
 
-    By default the prompt is prefilled in one pass, so that a policy which reads recent queries sees the question. The cache
-    is compressed after each pass, so ``blind`` and ``chunk`` make it choose before the question is known.
+    By default the prompt is prefilled in one pass, so that a policy which reads recent queries sees the question. The
+    cache is compressed after each pass, so ``blind`` and ``chunk`` make it choose before the question is known.
 
     Args:
         model, tokenizer: from :func:`kvretain.models.load_model`.

@@ -61,14 +61,14 @@ def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:
 def _select(policy: Policy, scores: Tensor, view: CacheView, counts: int | Sequence[int]) -> Tensor:
     """Indices ``(B, Hp, K)`` from scores ``(B, Hp, N)``, rows with smaller counts padded in front with -1."""
     heads = scores.shape[1]
-    valid, protected = view.valid[:, :heads], view.protected[:, :heads]
+    valid, protected, positions = view.valid[:, :heads], view.protected[:, :heads], view.positions[:, :heads]
     scores = scores.masked_fill(~valid, -torch.inf)
     if isinstance(counts, int):
-        return policy.selector.select(scores, counts, protected=protected)
+        return policy.selector.select(scores, counts, protected=protected, positions=positions)
     largest = max(counts)
     chosen = scores.new_full((*scores.shape[:-1], largest), -1, dtype=torch.int64)
     for count in set(counts):
         rows = torch.tensor([row for row, c in enumerate(counts) if c == count], device=scores.device)
-        picked = policy.selector.select(scores[rows], count, protected=protected[rows])
+        picked = policy.selector.select(scores[rows], count, protected=protected[rows], positions=positions[rows])
         chosen[rows, :, largest - count :] = picked
     return chosen

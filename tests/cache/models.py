@@ -110,6 +110,11 @@ def tokens(seed: int, *shape: int) -> Tensor:
     return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def distinct(seed: int, count: int) -> Tensor:
+    """``count`` different token ids: a repeated token has equal key norms in the first layer, ties up to rounding."""
+    return torch.randperm(VOCAB - 1, generator=torch.Generator().manual_seed(seed))[:count] + 1
+
+
 def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Stacks token rows on their right ends: ids (B, T) and mask (B, T)."""
     width = max(len(row) for row in rows)

@@ -1,10 +1,11 @@
 """The reference that every policy must agree with: full attention in which exactly the evicted entries are hidden.
 
-A *recording* says what a run under test did: for each forward its tokens, its mask, its logits, and the positions that each
-layer held just before and just after it. :class:`Oracle` replays the tokens on its own copy of the model with a plain
-``DynamicCache``, from which nothing is ever evicted, and with an attention function of its own. In layer l, query head h and
-row b it hides a past column unless the position of that column is among those the run held for (b, l, h) just before the
-step. The step's own tokens are visible causally; padding is hidden by the 2-D mask; sliding layers see the model's own mask.
+A *recording* says what a run under test did: for each forward its tokens, its mask, its logits, and the positions that
+each layer held just before and just after it. :class:`Oracle` replays the tokens on its own copy of the model with a
+plain ``DynamicCache``, from which nothing is ever evicted, and with an attention function of its own. In layer l,
+key/value head h and row b it hides a past column unless the position of that column is among those that the run held
+for (b, l, h) just before the step. The step's own tokens are visible causally; padding is hidden by the 2-D mask; sliding
+layers see the model's own mask.
 
 Nothing of kvretain is imported here: the oracle knows only ``cache.layers[i].positions``.
 """
@@ -30,8 +31,8 @@ Held = dict[int, Tensor]
 class Step:
     """One forward of the run under test.
 
-    ``ids`` (B, q); ``mask`` (B, seen + q), the padding mask over all columns so far; ``logits`` (B, q, V) or (B, 1, V) for the
-    last column only; ``parents`` (B,), the row that each row continues, if rows were reordered before this step.
+    ``ids`` (B, q); ``mask`` (B, seen + q), the padding mask over all columns so far; ``logits`` (B, q, V), or (B, 1, V)
+    for the last column only; ``parents`` (B,), the row that each row continues, if rows were reordered before the step.
     """
 
     ids: Tensor
@@ -59,7 +60,7 @@ def held(cache) -> Held:
 
 
 def _positions(layer) -> Tensor | None:
-    return getattr(layer, "positions", None) if layer.is_initialized else None
+    return layer.positions if hasattr(layer, "positions") and layer.is_initialized else None
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def _attention(
     **_,
 ) -> tuple[Tensor, None]:
     """Plain attention with grouped heads, soft cap and attention sinks; hides per row, layer and key/value head."""
-    batch, heads, _, _ = key.shape
+    heads = key.shape[1]
     grouped = query.unflatten(1, (heads, -1))  # (B, H, G, q, D)
     logits = scaling * grouped @ key[:, :, None].transpose(-1, -2)
     if softcap is not None:
@@ -198,7 +199,7 @@ class Oracle:
 
 
 def visible_columns(kept: Tensor, mask: Tensor, size: int) -> Tensor:
-    """Columns (B, H, T) that a head may see: those of its ``kept`` positions (B, H, K) and the step's own ``size`` columns."""
+    """Columns (B, H, T) that a head may see: those of its ``kept`` positions (B, H, K) and the step's own ``size``."""
     visible = torch.zeros(*kept.shape[:2], mask.shape[1], dtype=torch.bool)
     visible[:, :, mask.shape[1] - size :] = True
     for row, row_mask in enumerate(mask[:, : mask.shape[1] - size]):
@@ -213,7 +214,7 @@ def visible_columns(kept: Tensor, mask: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``worst``: largest logit difference on real columns; ``evictions``: steps that evicted; ``ties``: argmax excused."""
+    """``worst``: largest logit difference; ``evictions``: steps that evicted; ``ties``: greedy tokens excused."""
 
     worst: float
     evictions: int

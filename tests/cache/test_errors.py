@@ -79,43 +79,47 @@ def test_unknown_policy_or_argument(llama, policy, words) -> None:
         make(llama, policy, budget=8)
 
 
-def test_models_that_cannot_be_served_are_refused_by_name() -> None:
-    small = {"vocab_size": 64, "d_model": 32, "num_layers": 1, "num_heads": 2, "d_kv": 16, "d_ff": 32}
-    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**small))
-    with refuses("T5|t5", "encoder"):
-        make(t5, budget=8)
-    everywhere = build("mistral", sliding_window=8)
-    with refuses("mistral", "sliding", "full"):
-        make(everywhere, budget=8)
-    mamba = transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
-    )
-    with refuses("mamba"):
-        make(mamba, budget=8)
-    linear = transformers.Qwen3NextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-    with refuses("linear_attention", "qwen3_next|Qwen3Next"):
-        make(transformers.Qwen3NextForCausalLM(linear), budget=8)
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+UNSERVED = [
+    ("T5", "ForConditionalGeneration", {"d_model": 32, "num_layers": 1, "num_heads": 2, "d_kv": 16}, ("T5", "encoder")),
+    ("Mistral", "ForCausalLM", SMALL | {"sliding_window": 8}, ("mistral", "sliding", "full attention")),
+    ("Mamba", "ForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}, ("mamba",)),
+    ("Bloom", "ForCausalLM", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, ("bloom", "distance|ALiBi")),
+    (
+        "FalconH1",
+        "ForCausalLM",
+        SMALL | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+        ("falcon_h1", "layer 0", "LinearAttentionAndFullAttentionLayer"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "settings", "words"), UNSERVED, ids=[row[0] for row in UNSERVED])
+def test_models_that_cannot_be_served_are_refused_by_name(family, kind, settings, words) -> None:
+    config = getattr(transformers, f"{family}Config")(**({"vocab_size": 64} | settings))
+    net = getattr(transformers, family + kind)(config).eval()
+    with refuses(*words):
+        make(net, budget=8)
+
+
+def test_heads_that_share_values_are_not_evicted_apart() -> None:
+    """DiffLlama pairs the values of different heads, so sets per head would hide other entries than they evict."""
+    settings = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    net = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**settings)).eval()
+    with refuses("diffllama", "head"):
+        make(net, "knorm", budget=8)
 
 
 def test_something_that_is_no_model_is_refused() -> None:
-    with pytest.raises((ValueError, TypeError), match="(?i)model"):
+    with pytest.raises((ValueError, TypeError), match=r"(?i)model"):
         make(torch.nn.Linear(2, 2), budget=8)
 
 
@@ -270,6 +274,18 @@ def test_crop_across_an_eviction(llama, policy) -> None:
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "knorm"])
+def test_crop_behind_a_full_sliding_window(gemma3, policy) -> None:
+    """transformers' sliding layer has dropped what a crop would need; the refusal leaves all layers as they were."""
+    cache = make(gemma3, policy, budget=64)
+    forward(gemma3, tokens(1, 1, 20), cache)
+    with refuses("crop", "window|sliding|queries"):
+        cache.crop(-1)
+    cache.check_integrity()
+    forward(gemma3, tokens(2, 1, 1), cache)
+    assert cache.get_seq_length() == 21
+
+
 @pytest.mark.parametrize("argument", [5, -100], ids=str)
 def test_crop_to_a_length_or_beyond_the_start(llama, argument) -> None:
     cache = make(llama, "knorm", budget=64)
@@ -284,7 +300,7 @@ def test_assisted_decoding_is_refused_with_a_reason(llama) -> None:
     for policy in ("snapkv", "knorm"):
         for extra in ({"assistant_model": build("llama")}, {"prompt_lookup_num_tokens": 3}):
             cache = make(llama, policy, budget=8)
-            with refuses("assisted|speculative|prompt_lookup|assistant", "evict|crop|roll|take back"):
+            with refuses("assisted|speculative|prompt_lookup|assistant", "rejected|roll", "evict|gone"):
                 llama.generate(ids, max_new_tokens=12, do_sample=False, **{cache_argument(llama): cache}, **extra)
 
 

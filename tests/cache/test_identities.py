@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvretain import RetentionCache
 
-from .models import MODELS, build, cache_argument, forward, left_padded, model, tokens
+from .models import MODELS, build, cache_argument, distinct, forward, left_padded, model, tokens
 from .oracle import Step, Turn, held, play
 
 EVERY_MODEL = [(name, attention) for name, (*_, attentions) in MODELS.items() for attention in attentions]
@@ -116,38 +116,38 @@ def real(positions: torch.Tensor) -> list[list[int]]:
     return [[p for p in head if p >= 0] for head in positions.tolist()]
 
 
+def rows_equal_solo_runs(net, make_cache, lengths: tuple[int, ...], decode: int) -> None:
+    """Positions and logits of a left-padded batch, row by row, against runs of each row alone; the tokens are given."""
+    rows = [distinct(20 + length, length + decode) for length in lengths]
+    prompts = left_padded([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    fed = torch.stack([row[length:] for row, length in zip(rows, lengths, strict=True)])
+    together = play(net, make_cache(), [Turn(*prompts), *map(Turn, fed.split(1, 1))])
+    for row, length in enumerate(lengths):
+        turns = [Turn(rows[row][None, :length]), *map(Turn, fed[row : row + 1].split(1, 1))]
+        alone = play(net, make_cache(), turns, pass_mask=False)
+        for index, (batch, solo) in enumerate(zip(together, alone, strict=True)):
+            where = f"row {row} step {index}"
+            torch.testing.assert_close(
+                batch.logits[row, -1], solo.logits[0, -1], atol=1e-4, rtol=0, msg=f"{where}: logits"
+            )
+            assert batch.logits[row, -1].argmax() == solo.logits[0, -1].argmax(), f"{where}: another token"
+            for layer in solo.after:
+                assert real(batch.after[layer][row]) == real(solo.after[layer][0]), f"{where} layer {layer}"
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_equals_its_solo_run_under_a_budget(name, policy) -> None:
     """All rows are longer than the budget, so batch and solo runs evict at the same steps."""
     net = model(name)
-    rows = [tokens(11, 26), tokens(12, 17), tokens(13, 12)]
-    together = play(net, make(net, policy, budget=10, every=4), [Turn(*left_padded(rows), decode=12)])
-    for row, ids in enumerate(rows):
-        alone = play(net, make(net, policy, budget=10, every=4), [Turn(ids[None], decode=12)], pass_mask=False)
-        for index, (batch, solo) in enumerate(zip(together, alone, strict=True)):
-            assert index == 0 or batch.ids[row] == solo.ids[0], f"row {row} step {index}: another token"
-            torch.testing.assert_close(batch.logits[row, -1], solo.logits[0, -1], atol=1e-4, rtol=0)
-            for layer in solo.after:
-                assert real(batch.after[layer][row]) == real(solo.after[layer][0]), (
-                    f"row {row} step {index} layer {layer}"
-                )
+    rows_equal_solo_runs(net, lambda: make(net, policy, budget=12, every=4), (28, 19, 14), decode=13)
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.6, 0.8])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_equals_its_solo_run_under_a_ratio_at_prefill(llama, policy, ratio) -> None:
-    """The rows keep different numbers of entries; the next token (which evicts nothing yet) must agree as well."""
-    rows = [tokens(21, 29), tokens(22, 18), tokens(23, 7)]
-    together = play(llama, make(llama, policy, ratio=ratio), [Turn(*left_padded(rows), decode=3)])
-    for row, ids in enumerate(rows):
-        alone = play(llama, make(llama, policy, ratio=ratio), [Turn(ids[None], decode=3)], pass_mask=False)
-        for index, (batch, solo) in enumerate(zip(together, alone, strict=True)):
-            for layer in solo.after:
-                assert real(batch.after[layer][row]) == real(solo.after[layer][0]), (
-                    f"row {row} step {index} layer {layer}"
-                )
-            torch.testing.assert_close(batch.logits[row, -1], solo.logits[0, -1], atol=1e-4, rtol=0)
+    """The rows keep different numbers of entries; the next tokens (which evict nothing yet) must agree as well."""
+    rows_equal_solo_runs(llama, lambda: make(llama, policy, ratio=ratio), (29, 18, 7), decode=3)
 
 
 def test_a_mask_of_ones_is_no_mask(llama) -> None:
@@ -342,11 +342,18 @@ def _fingerprint(net) -> dict:
     return state
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("name", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager")]
+    ("name", "attention", "policy"),
+    [
+        *(("llama", "sdpa", policy) for policy in POLICIES),
+        *(
+            (name, attention, policy)
+            for name, attention in (("llama", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager"))
+            for policy in ("snapkv", "keydiff@model")
+        ),
+    ],
 )
-def test_nothing_is_left_on_the_model(policy, name, attention) -> None:
+def test_nothing_is_left_on_the_model(name, attention, policy) -> None:
     net = build(name, attention=attention)
     turns = [Turn(tokens(61, 1, 20), decode=8)]
     plain = play(net, DynamicCache(config=net.config), turns)

@@ -211,9 +211,9 @@ class RetentionCache(Cache):
             counts = (positions >= 0).sum(-1)
             stored = torch.tensor(session.stored or (layer.kept,) * positions.shape[0], device=positions.device)
             assert bool((counts == stored[:, None]).all()), f"{where}: real entries differ from the session's count"
-            if session.budget is not None and session.plan is None and session.evicted_at == layer.seen and layer.seen:
-                target = max(session.budget.keep(n) for n in real.flatten().tolist())
-                assert layer.kept <= target, f"{where}: kept {layer.kept} above the budget {target}"
+            limit = session.budget.tokens if session.budget else None
+            if limit is not None and session.evicted_at == layer.seen:
+                assert layer.kept <= limit, f"{where}: kept {layer.kept} above the budget {limit}"
 
     # What transformers calls
 
@@ -232,10 +232,17 @@ class RetentionCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to take back, not {tokens_to_remove}")
-        columns = -tokens_to_remove
-        self._session.crop(columns)
-        if columns:
-            super().crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
+        for index, layer in enumerate(self.layers):
+            window = getattr(layer, "sliding_window", None)
+            if not isinstance(layer, RetentionLayer) and (window is None or layer.get_seq_length() >= window):
+                raise ValueError(
+                    f"cannot crop: layer {index}, a {type(layer).__name__}, has dropped what it would need; "
+                    "copy.deepcopy the cache before the tokens that you want to take back"
+                )
+        self._session.crop(-tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorders the rows for beam search."""

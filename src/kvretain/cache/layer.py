@@ -235,7 +235,8 @@ class RetentionLayer(CacheLayerMixin):
         assert keys is not None and values is not None and session.plan is not None
         batch, device, plan = keys.shape[0], keys.device, session.plan
         positions, seen = self.positions, session.columns.counts(batch, device)
-        protected = (positions < plan.sinks) | (positions >= seen[:, None, None] - plan.recent)
+        sinks, recent = (torch.tensor(n, device=device)[:, None, None] for n in (plan.sinks, plan.recent))
+        protected = (positions < sinks) | (positions >= seen[:, None, None] - recent)
         if plan.prompt:
             protected |= positions < session.columns.prompt_counts(batch, device)[:, None, None]
         size = self._window.shape[2] if self._window is not None else 1

@@ -28,7 +28,8 @@ class Plan:
         evict: whether entries are evicted after the attention of this pass.
         target: entries per head that fit (largest over rows); storage is reserved for ``target + every`` of them.
         counts: real entries kept after the eviction, one number or one per row.
-        sinks, recent, prompt: protected tokens at the start, at the end, and whether the prompt is.
+        sinks, recent: protected tokens at the start and at the end, one number each for all rows or one per row.
+        prompt: whether the prompt is protected.
     """
 
     columns: int
@@ -36,8 +37,8 @@ class Plan:
     evict: bool
     target: int
     counts: int | tuple[int, ...]
-    sinks: int = 0
-    recent: int = 0
+    sinks: tuple[int, ...] = (0,)
+    recent: tuple[int, ...] = (0,)
     prompt: bool = False
 
 
@@ -51,6 +52,7 @@ class Session:
         plan: the forward pass under way, None between passes.
         kept: entries per head that every retention layer holds between passes.
         stored: real entries of each row among them; None while nothing was padded.
+        mask: ``(B, seen)`` bool, the real columns so far; None while nothing was padded.
         front: padding slots that lead each row right after the last eviction (rows that keep less than the largest).
         evicted_at: columns seen at the last eviction, ``evicted_to`` the entries that it left.
     """
@@ -63,6 +65,7 @@ class Session:
     plan: Plan | None = None
     kept: int = 0
     stored: tuple[int, ...] | None = None
+    mask: Tensor | None = None
     front: tuple[int, ...] | None = None
     evicted_at: int = 0
     evicted_to: int = 0
@@ -84,28 +87,25 @@ class Session:
             raise ValueError(
                 f"this cache holds {self.batch} rows, the input has {batch}: use a new cache, or call reset() first"
             )
-        valid = self._valid(columns, batch, mask)
-        seen, real = self.columns.seen, self.columns.real
-        stored = self.stored
-        if valid is not None or stored is not None:
-            new = [columns] * batch if valid is None else valid.sum(-1).tolist()
-            old = stored if stored is not None else (self.kept,) * batch
-            stored = tuple(o + n for o, n in zip(old, new, strict=True))
-            if real is None:
-                real = torch.full((batch,), seen)
-            real = real + torch.tensor(new, device=real.device)
-        plan = self._plan(columns, stored, None if real is None else real.tolist())
-        if mask is not None and real is not None:
+        history, stored, real = self._history(columns, batch, mask), self.stored, None
+        valid = None
+        if history is not None:
+            new = history[:, self.columns.seen :].sum(-1).tolist()
+            valid = history[:, self.columns.seen :] if min(new) < columns else None
+            stored = tuple(o + n for o, n in zip(stored or (self.kept,) * batch, new, strict=True))
+            real = history.sum(-1).tolist()
+        plan = self._plan(columns, stored, real)
+        if mask is not None and history is not None:
             mask = self._slots(mask)
         self.columns.append(columns, valid, batch)
-        self.batch, self.stored, self.plan = batch, stored, plan
+        self.batch, self.mask, self.stored, self.plan = batch, history, stored, plan
         return mask
 
-    def _valid(self, columns: int, batch: int, mask: Tensor | None) -> Tensor | None:
-        """Which new columns are real, ``(B, columns)`` bool; None means all."""
-        seen, real = self.columns.seen, self.columns.real
+    def _history(self, columns: int, batch: int, mask: Tensor | None) -> Tensor | None:
+        """Which columns are real, the new ones included, ``(B, seen + columns)`` bool; None means all."""
+        seen = self.columns.seen
         if mask is None:
-            if real is not None:
+            if self.mask is not None:
                 raise ValueError("earlier passes had padding, so attention_mask is needed; it covers all columns seen so far")
             return None
         if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -116,17 +116,14 @@ class Session:
                 f"attention_mask has the shape {tuple(mask.shape)}; expected {(batch, seen + columns)}: "
                 f"{seen} columns seen and {columns} new ones"
             )
-        ones = mask != 0
-        if real is None and bool(ones.all()):
-            return None
-        before = torch.full((batch,), seen, device=mask.device) if real is None else real.to(mask.device)
-        if not torch.equal(ones[:, :seen].sum(-1), before):
+        real = mask != 0
+        before = real[:, :seen]
+        if not (bool(before.all()) if self.mask is None else torch.equal(before, self.mask)):
             raise ValueError(
                 "attention_mask contradicts the earlier passes: what was real then must stay real and padding must stay "
                 "padding, since entries cannot be hidden or shown after the fact"
             )
-        valid = ones[:, seen:]
-        return None if bool(valid.all()) else valid
+        return None if self.mask is None and bool(real[:, seen:].all()) else real
 
     def _plan(self, columns: int, stored: tuple[int, ...] | None, real: list[int] | None) -> Plan:
         kept, seen = self.kept + columns, self.columns.seen + columns
@@ -140,14 +137,18 @@ class Session:
         counts: int | tuple[int, ...] = target
         if stored is not None:
             counts = tuple(min(t, s) for t, s in zip(targets, stored, strict=True))
-        prompt = 0
+            if counts == stored and self.budget.ratio is not None:
+                # Nothing but padding would go: a fraction of the real tokens removes none yet.
+                return Plan(columns, prefill, False, target, kept)
+        prompts = [0] * len(targets)
         if self.budget.protect_prompt:
-            prompt_real = self.columns.prompt_real
-            prompt = self.columns.prompt if prompt_real is None else int(prompt_real.max())
-            if prefill and self.columns.prompt == self.columns.seen:
-                prompt = max(real or [seen])
-        assert self.policy.scorer is not None
-        sinks, recent = self.budget.protection(min(targets), prompt, self.policy.scorer)
+            whole = prefill and self.columns.prompt == self.columns.seen  # these columns are still the prompt's
+            before = self.columns.prompt_real
+            prompts = real or [seen] if whole else [self.columns.prompt] * len(targets) if before is None else before.tolist()
+        scorer = self.policy.scorer
+        assert scorer is not None
+        pairs = [self.budget.protection(t, p, scorer) for t, p in zip(targets, prompts, strict=True)]
+        sinks, recent = zip(*pairs, strict=True)
         return Plan(columns, prefill, True, target, counts, sinks, recent, self.budget.protect_prompt)
 
     def _slots(self, mask: Tensor) -> Tensor:
@@ -219,6 +220,8 @@ class Session:
             start = self.columns.seen - columns
             gone = (self.columns.positions(start, self.columns.seen, torch.device("cpu")) >= 0).sum(-1).tolist()
             self.stored = tuple(s - g for s, g in zip(self.stored, gone, strict=True))
+        if self.mask is not None:
+            self.mask = self.mask[:, : self.columns.seen - columns]
         self.columns.crop(columns)
         self.kept -= columns
 
@@ -229,4 +232,5 @@ class Session:
         for name in ("stored", "front"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else tuple(value[row] for row in order))
+        self.mask = None if self.mask is None else self.mask[rows.to(self.mask.device)]
         self.batch = len(order)

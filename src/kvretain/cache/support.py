@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ..policy import Policy
+from ..scores import Scorer
 from .budget import Budget
+from .view import CacheView
 
 OLDEST = (5, 17)
 
@@ -83,15 +87,16 @@ REFUSED = {
     "bloom": _ALIBI,
     "mpt": _ALIBI,
     "falcon": _ALIBI,
+    "diffllama": "they pair the values of different heads, so heads cannot keep different entries",
 }
 """Model types whose attention would be silently wrong after an eviction."""
 
 VERIFIED = frozenset(
     """
-    apertus arcee biogpt bitnet codegen cohere cwm diffllama ernie4_5 ernie4_5_moe exaone flex_olmo gemma gemma2 gemma3_text
+    apertus arcee biogpt bitnet codegen cohere cwm ernie4_5 ernie4_5_moe exaone flex_olmo gemma gemma2 gemma3_text
     glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense
     hunyuan_v1_moe hyperclovax internlm3 jais2 jetmoe llama minimax_m2 ministral3 mistral mixtral nanochat nemotron olmo olmo2
-    olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 xglm
+    olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
     """.split()
 )
 """Model types that pass :func:`verify` in kvretain's own tests; others are verified on first use."""
@@ -102,8 +107,9 @@ _verified: set[str] = set()
 def verify(model: Any) -> float:
     """Checks on ``model`` itself that an eviction is what it claims to be: the same as hiding the evicted entries.
 
-    Feeds 20 fixed tokens and 9 more, one by one, under a budget of 10 entries, and compares the logits with one pass of full
-    attention under a mask that hides what was evicted. About 30 tokens of work; the model must be in eval mode.
+    Feeds 20 fixed tokens and 9 more, one by one, under a budget of 10 entries that differ from head to head, and compares the
+    logits with one pass of full attention under a mask that hides what was evicted. About 30 tokens of work; the model must be
+    in eval mode.
 
     Returns:
         The largest difference of logits, divided by the largest effect that hiding had.
@@ -125,24 +131,35 @@ def verify(model: Any) -> float:
     return error / effect
 
 
+@dataclass(frozen=True)
+class _Scattered(Scorer):
+    """Other entries for each head, the same in all layers, so that one mask can say what was evicted."""
+
+    def score(self, view: CacheView) -> Tensor:
+        heads = torch.arange(view.keys.shape[1], device=view.keys.device)[:, None]
+        return ((view.positions + 1) * (heads + 1) * 7919 % 97).to(torch.float32)
+
+
 @torch.no_grad()
 def _verify(model: Any) -> tuple[float, float]:
     from .cache import RetentionCache
 
-    cache = RetentionCache._build(model, Policy.parse("streaming"), Budget(10, None, every=4, sinks=2))
+    cache = RetentionCache._build(model, Policy(_Scattered()), Budget(10, None, every=4, sinks=2))
     layer = cache._retained[0]
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = (torch.arange(29, device=model.device) * 7919 % (vocabulary - 3) + 3)[None]
     total = tokens.shape[1]
     logits, visible = [], []
     for start, stop in [(0, 20), *((i, i + 1) for i in range(20, total))]:
-        kept = layer.positions[0, 0].cpu() if start else torch.empty(0, dtype=torch.int64)
-        for own in range(start, stop):
-            row = torch.zeros(total, dtype=torch.bool)
-            row[kept] = row[start : own + 1] = True
-            visible.append(row)
+        kept = layer.positions[0].cpu() if start else None
         logits.append(model(tokens[:, start:stop], past_key_values=cache).logits[0].float())
-    mask = torch.stack(visible).to(model.device)[None, None]
+        heads = layer.positions.shape[1]
+        for own in range(start, stop):
+            row = torch.zeros(heads, total, dtype=torch.bool)
+            row[:, start : own + 1] = True
+            visible.append(row if kept is None else row.scatter(1, kept, True))
+    groups = model.config.num_attention_heads // heads
+    mask = torch.stack(visible, 1).repeat_interleave(groups, 0).to(model.device)[None]  # (1, Hq, total, total)
     lowest = torch.finfo(model.dtype).min
     hidden = torch.zeros(mask.shape, dtype=model.dtype, device=model.device).masked_fill(~mask, lowest)
     # Layers of another type are not evicted: causal, and inside their window if they have one.

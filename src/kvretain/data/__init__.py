@@ -4,5 +4,5 @@ from importlib.resources import files
 
 
 def chapter() -> str:
-    """*A Mad Tea-Party*, chapter VII of *Alice's Adventures in Wonderland* (public domain), paragraphs parted by blank lines."""
+    """*A Mad Tea-Party*, chapter VII of *Alice's Adventures in Wonderland* (public domain)."""
     return files(__name__).joinpath("alice_chapter_7.txt").read_text(encoding="utf-8")

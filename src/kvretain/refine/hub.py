@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..slots import pack, pack_index
+from ._common import between, broadcasts, check_kernel, check_scores, check_share, gate_of
 from .base import Refiner, refiners
 
 _FLAT = 1e-5  # a coefficient of variation below this is taken for rounding: the head is flat
@@ -79,7 +79,7 @@ def hub_refine(
     """
     _check_parameters(kernel, discount, weight_exponent, weight_clip, gate_exponent, neighbours)
     _check_tensors(scores, positions, protected)
-    gate = _gate(ratio, gate_exponent, scores)
+    gate = gate_of("hub_refine", ratio, gate_exponent, scores)
 
     precise = scores if scores.dtype == torch.float64 else scores.to(torch.float32)
     excluded = protected
@@ -88,7 +88,7 @@ def hub_refine(
         excluded = padding if protected is None else protected | padding
     # At 0 an excluded entry beats no positive score, and a zero score is the same whether discounted or not.
     open_scores = precise if excluded is None else torch.where(excluded, 0.0, precise)
-    _check_scores(open_scores)
+    check_scores("hub_refine", open_scores)
     if isinstance(gate, float) and gate == 0.0:
         return scores
 
@@ -159,28 +159,6 @@ def _head_weights(scores: Tensor, excluded: Tensor | None, exponent: float, clip
     return torch.where(alive & (typical > 0), weight, 1.0)
 
 
-def _gate(ratio: float | Tensor, exponent: float, scores: Tensor) -> float | Tensor:
-    """``ratio ** exponent`` and 0 at a ratio of 0: a number, or ``(..., 1, 1)`` in the dtype of the computation."""
-    if not isinstance(ratio, Tensor):
-        ratio = float(ratio)
-        if not 0 <= ratio < 1:
-            raise ValueError(f"hub_refine: ratio is the fraction removed and must be in [0, 1), not {ratio}")
-        return ratio**exponent if ratio > 0 else 0.0
-    rows = scores.shape[:-2]
-    if not _broadcasts(ratio, rows):
-        raise ValueError(
-            f"hub_refine: ratio of shape {tuple(ratio.shape)} does not broadcast to one per row, {tuple(rows)}, "
-            f"for scores of shape {tuple(scores.shape)}"
-        )
-    outside = ~((ratio >= 0) & (ratio < 1))
-    if bool(outside.any()):
-        raise ValueError(
-            f"hub_refine: ratio is the fraction removed and must be in [0, 1), not {ratio[outside][0].item()}"
-        )
-    ratio = ratio.to(scores.device, torch.float64 if scores.dtype == torch.float64 else torch.float32)
-    return torch.where(ratio > 0, ratio.pow(exponent), 0.0)[..., None, None]
-
-
 def _check_parameters(
     kernel: int,
     discount: float,
@@ -190,23 +168,17 @@ def _check_parameters(
     neighbours: str,
 ) -> None:
     largest = sys.float_info.max
-    if isinstance(kernel, bool) or not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"hub_refine: kernel must be an odd whole number of at least 1, not {kernel!r}")
-    if not _between(0, discount, 1):
-        raise ValueError(f"hub_refine: discount must be in [0, 1], not {discount!r}")
-    if not _between(0, weight_exponent, largest):
+    check_kernel("hub_refine", kernel)
+    check_share("hub_refine", "discount", discount)
+    if not between(0, weight_exponent, largest):
         raise ValueError(f"hub_refine: weight_exponent must be finite and >= 0, not {weight_exponent!r}")
     pair = isinstance(weight_clip, tuple | list) and len(weight_clip) == 2
-    if not pair or not _between(0, weight_clip[1], largest) or not _between(0, weight_clip[0], weight_clip[1]):
+    if not pair or not between(0, weight_clip[1], largest) or not between(0, weight_clip[0], weight_clip[1]):
         raise ValueError(f"hub_refine: weight_clip must be (low, high) with 0 <= low <= high, not {weight_clip!r}")
-    if not _between(0, gate_exponent, largest):
+    if not between(0, gate_exponent, largest):
         raise ValueError(f"hub_refine: gate_exponent must be finite and >= 0, not {gate_exponent!r}")
     if neighbours != "position":
         raise ValueError(f"hub_refine: unknown neighbours {neighbours!r}; valid: 'position'")
-
-
-def _between(low: float, value: object, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _check_tensors(scores: Tensor, positions: Tensor | None, protected: Tensor | None) -> None:
@@ -225,27 +197,9 @@ def _check_tensors(scores: Tensor, positions: Tensor | None, protected: Tensor |
 
 
 def _check_broadcast(name: str, given: Tensor, scores: Tensor) -> None:
-    if not _broadcasts(given, scores.shape) or given.ndim < 1 or given.shape[-1] != scores.shape[-1]:
+    if not broadcasts(given, scores.shape) or given.ndim < 1 or given.shape[-1] != scores.shape[-1]:
         raise ValueError(
             f"hub_refine: {name} of shape {tuple(given.shape)} do not fit scores of shape {tuple(scores.shape)}"
-        )
-
-
-def _broadcasts(tensor: Tensor, shape: torch.Size) -> bool:
-    return tensor.ndim <= len(shape) and all(a in (1, b) for a, b in zip(tensor.shape[::-1], shape[::-1], strict=False))
-
-
-def _check_scores(scores: Tensor) -> None:
-    if scores.numel() == 0:
-        return
-    low, high = torch.stack(scores.aminmax()).tolist()  # NaN propagates to both
-    if math.isnan(low) or high == math.inf or low == -math.inf:
-        bad = scores[~scores.isfinite()][0].item()
-        raise ValueError(f"hub_refine: scores must be finite, but an unprotected one is {bad}")
-    if low < 0:
-        raise ValueError(
-            f"hub_refine: scores must be >= 0, but an unprotected one is {low}: a discount would raise it. "
-            "Shift signed scores first, as Scorer.nonnegative does"
         )
 
 

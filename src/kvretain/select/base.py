@@ -17,13 +17,14 @@ class Selector(ABC):
     """
 
     @abstractmethod
-    def select(self, scores: Tensor, keep: int, *, protected: Tensor) -> Tensor:
+    def select(self, scores: Tensor, keep: int, *, protected: Tensor, positions: Tensor | None = None) -> Tensor:
         """Indices ``(..., keep)`` int64, ascending, of the entries to keep.
 
         Args:
             scores: ``(..., N)`` float32; -inf marks an entry that must not be chosen (padding).
             keep: entries to keep, protected ones included; at most the number of scores above -inf.
             protected: ``(..., N)`` bool.
+            positions: ``(..., N)`` int64, original positions, ascending; -1 is padding. Default: 0 to N-1.
 
         Raises:
             ValueError: more protected entries than ``keep``.

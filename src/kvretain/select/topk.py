@@ -95,6 +95,6 @@ def _check_arguments(scores: Tensor, keep: int, protected: Tensor | None) -> int
 class TopK(Selector):
     """The largest scores; see :func:`select_topk`."""
 
-    def select(self, scores: Tensor, keep: int, *, protected: Tensor) -> Tensor:
-        """Indices ``(..., keep)`` int64, ascending."""
+    def select(self, scores: Tensor, keep: int, *, protected: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Indices ``(..., keep)`` int64, ascending; ``positions`` are not read."""
         return select_topk(scores, keep, protected=protected)

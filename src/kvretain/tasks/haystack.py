@@ -9,8 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-HOLDERS = ("Duchess", "Gryphon", "Caterpillar", "Lobster", "Knave", "Walrus", "Carpenter", "Unicorn", "Lion", "Griffin")
-THINGS = ("garden gate", "wine cellar", "clock tower", "glass cabinet", "boat house", "library", "treasure chest", "stable")
+HOLDERS = ("Lobster", "Walrus", "Carpenter", "Unicorn", "Lion", "Gryphon", "Caterpillar", "Duchess")
+THINGS = ("wine cellar", "clock tower", "glass cabinet", "boat house", "library", "treasure chest", "bakery", "vault")
+CITIES = (
+    "Athens", "Berlin", "Bombay", "Boston", "Cairo", "Dublin", "Geneva", "Lisbon",
+    "Madrid", "Moscow", "Naples", "Oslo", "Prague", "Toronto", "Vienna", "Warsaw",
+)  # fmt: skip
+"""Words of one or two tokens for most tokenizers: a small model that has kept them can also say them."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,7 @@ def build_haystack(
 ) -> Haystack:
     """Cut ``text`` after a sentence so that it has at most ``tokens`` tokens with a fact hidden at about ``depth``.
 
-    The same arguments give the same haystack. The fact names a holder, a thing and a five-digit code drawn from ``seed``;
-    it stands between two sentences.
+    The same arguments give the same haystack. The fact stands between two sentences; ``seed`` draws its words.
 
     Args:
         tokenizer: a transformers tokenizer, or any callable whose result holds ``"input_ids"``.
@@ -60,17 +64,16 @@ def build_haystack(
     if not 0 <= depth <= 1:
         raise ValueError(f"depth must lie in [0, 1], not {depth}")
     draw = random.Random(seed)
-    holder, thing, code = draw.choice(HOLDERS), draw.choice(THINGS), str(draw.randrange(10_000, 100_000))
-    fact = f"The {holder}'s secret code for the {thing} is {code}."
-    question = f"What is the {holder}'s secret code for the {thing}?"
+    holder, thing, city = draw.choice(HOLDERS), draw.choice(THINGS), draw.choice(CITIES)
+    fact = f"The {holder} keeps the key of the {thing} in {city}."
+    asked = f"in which city does the {holder} keep the key of the {thing}?"
+    question = f"According to the text above, {asked} Answer with the name only."
 
     def count(piece: str) -> int:
         return len(tokenizer(piece, add_special_tokens=False)["input_ids"])
 
     sentences = re.findall(r".+?(?:[.!?]['\")]*\s+|\Z)", text, flags=re.DOTALL)
     room = tokens - count(f"{fact} ")
-    if room < 1:
-        raise ValueError(f"tokens={tokens} leaves no room for text beside the fact; ask for more")
     if count(text) < room:
         raise ValueError(f"the text has {count(text)} tokens; too few for tokens={tokens}")
 
@@ -78,18 +81,20 @@ def build_haystack(
         return count("".join(sentences[:stop]))
 
     indices = range(len(sentences) + 1)
-    kept = max(1, bisect_right(indices, room, key=prefix) - 1)
+    kept = bisect_right(indices, room, key=prefix) - 1
+    if kept < 1:
+        raise ValueError(f"tokens={tokens} leaves no room for a sentence beside the fact; ask for more")
     place = bisect_left(indices, depth * prefix(kept), hi=kept, key=prefix)
 
     before = "".join(sentences[:place])
     gap = re.search(r"\s*\Z", before).group() or " "  # type: ignore[union-attr]
     context = f"{before}{fact}{gap}{''.join(sentences[place:kept])}".rstrip()
     length = count(context)
-    return Haystack(context, fact, question, code, depth=count(before) / length, tokens=length)
+    return Haystack(context, fact, question, city, depth=count(before) / length, tokens=length)
 
 
 def grade(reply: str, answer: str) -> bool:
-    """Whether ``reply`` contains ``answer`` as whole words, whatever the case, the punctuation and commas inside numbers.
+    """Whether ``reply`` contains ``answer`` as whole words; case, punctuation and commas inside numbers do not count.
 
     Example:
         >>> grade("The code is 48,213.", "48213"), grade("The code is 482134.", "48213")

@@ -1,0 +1,59 @@
+# `make` lists the targets. Each sets up what it needs; torch's build and the package index are pip's own settings.
+
+PYTHON ?= python3
+BIN := .venv/bin
+BIN_OLD := .venv-5.17/bin
+# One thread is fastest for the small models of the demo and the tests.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-517 test-matrix lint types bench clean
+
+help:
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+demo: .venv/installed ## hide a fact in a chapter, remove 80 and 90 % of the cache, ask for the fact
+	$(BIN)/kvretain demo
+
+test: .venv/installed ## the fast tests
+	$(BIN)/python -m pytest
+
+test-slow: .venv/installed ## the tests on the real embedded model (downloads it once)
+	$(BIN)/python -m pytest -m slow
+
+test-517: .venv-5.17/installed ## the cache tests on transformers 5.17, the oldest that is supported
+	$(BIN_OLD)/python -m pytest tests/cache
+
+test-matrix: test-517 .venv/installed ## the cache tests on the oldest and the newest transformers
+	$(BIN)/python -m pytest tests/cache
+
+lint: .venv/installed ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed ## mypy
+	$(BIN)/mypy
+
+bench: .venv/installed ## the benchmarks, one after the other
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean: ## remove the environments and what tools left behind
+	rm -rf .venv .venv-5.17 .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/installed: pyproject.toml constraints.txt
+	$(call install,.venv,constraints.txt)
+
+.venv-5.17/installed: pyproject.toml constraints.txt
+	mkdir -p .venv-5.17
+	sed 's/^transformers==.*/transformers==5.17.*/' constraints.txt > .venv-5.17/constraints.txt
+	$(call install,.venv-5.17,.venv-5.17/constraints.txt)
+
+# $(call install,<environment>,<constraints>)
+define install
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"kvretain needs Python 3.11 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.11 ...")'
+	@echo 'setting up $(1), once; with torch to download this takes minutes'
+	@$(PYTHON) -m venv $(1)
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) torch -e '.[dev]'
+	@touch $(1)/installed
+endef

@@ -1,0 +1,111 @@
+"""What the refiners share: checks, the gate, and the frame of those that rewrite scores outright."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from .base import Refiner, refiners
+
+
+class Rewrite(Refiner):
+    """A refiner without a gate: whatever the ratio, :meth:`rewrite` sees the unprotected scores and replaces them.
+
+    This frame keeps the contract for it: protected entries and padding go in as 0 and come out as they were, and a
+    ratio of 0 changes nothing. Scores that are negative or not finite are an error that names the refiner.
+    """
+
+    @abstractmethod
+    def rewrite(self, scores: Tensor, positions: Tensor, excluded: Tensor) -> Tensor:
+        """New scores ``(B, H, N)``, >= 0.
+
+        Args:
+            scores: ``(B, H, N)`` float32, >= 0, and 0 where ``excluded``.
+            positions: ``(B, H, N)`` int64, original positions, ascending over the entries that are not ``excluded``.
+            excluded: ``(B, H, N)`` bool, protected entries and padding.
+        """
+
+    def refine(self, scores: Tensor, ratio: float | Tensor, *, positions: Tensor, protected: Tensor) -> Tensor:
+        """Refined scores ``(B, H, N)``; of ``ratio``, a number or ``(B,)``, only whether it is 0 matters."""
+        name = refiners.name_of(self)
+        gate = gate_of(name, ratio, 0.0, scores)
+        excluded = protected | (positions < 0)
+        open_scores = torch.where(excluded, 0.0, scores)
+        check_scores(name, open_scores)
+        idle = torch.as_tensor(gate, device=scores.device) == 0
+        return torch.where(excluded | idle, scores, self.rewrite(open_scores, positions, excluded))
+
+
+def by_position(scores: Tensor, positions: Tensor, excluded: Tensor) -> tuple[Tensor, Tensor]:
+    """``scores (B, H, N)`` with equal positions of all heads in one column, whatever slots they stand in.
+
+    Returns:
+        The grid ``(B, H, P)``, 0 where a head has no entry at that position, and columns ``(B, H, N)`` such that
+        ``grid.gather(-1, columns)`` brings entries back. Column 0 is a scrap for excluded entries.
+    """
+    known = positions[~excluded].unique()
+    columns = (torch.searchsorted(known, positions.contiguous()) + 1).masked_fill(excluded, 0)
+    grid = scores.new_zeros(*scores.shape[:-1], len(known) + 1)
+    return grid.scatter_(-1, columns, scores), columns
+
+
+def gate_of(owner: str, ratio: float | Tensor, exponent: float, scores: Tensor) -> float | Tensor:
+    """``ratio ** exponent`` and 0 at a ratio of 0: a number, or ``(..., 1, 1)`` in the dtype of the computation."""
+    if not isinstance(ratio, Tensor):
+        ratio = float(ratio)
+        if not 0 <= ratio < 1:
+            raise ValueError(f"{owner}: ratio is the fraction removed and must be in [0, 1), not {ratio}")
+        return ratio**exponent if ratio > 0 else 0.0
+    rows = scores.shape[:-2]
+    if not broadcasts(ratio, rows):
+        raise ValueError(
+            f"{owner}: ratio of shape {tuple(ratio.shape)} does not broadcast to one per row, {tuple(rows)}, "
+            f"for scores of shape {tuple(scores.shape)}"
+        )
+    outside = ~((ratio >= 0) & (ratio < 1))
+    if bool(outside.any()):
+        raise ValueError(
+            f"{owner}: ratio is the fraction removed and must be in [0, 1), not {ratio[outside][0].item()}"
+        )
+    ratio = ratio.to(scores.device, torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    return torch.where(ratio > 0, ratio.pow(exponent), 0.0)[..., None, None]
+
+
+def check_scores(owner: str, scores: Tensor) -> None:
+    """Raise ``ValueError`` unless all ``scores`` are finite and >= 0."""
+    if scores.numel() == 0:
+        return
+    low, high = torch.stack(scores.aminmax()).tolist()  # NaN propagates to both
+    if math.isnan(low) or high == math.inf or low == -math.inf:
+        bad = scores[~scores.isfinite()][0].item()
+        raise ValueError(f"{owner}: scores must be finite, but an unprotected one is {bad}")
+    if low < 0:
+        raise ValueError(
+            f"{owner}: scores must be >= 0, but an unprotected one is {low}: a discount would raise it. "
+            "Shift signed scores first, as Scorer.nonnegative does"
+        )
+
+
+def check_kernel(owner: str, kernel: object) -> None:
+    """Raise ``ValueError`` unless ``kernel`` is an odd whole number."""
+    if isinstance(kernel, bool) or not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"{owner}: kernel must be an odd whole number of at least 1, not {kernel!r}")
+
+
+def check_share(owner: str, field: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is in [0, 1]."""
+    if not between(0, value, 1):
+        raise ValueError(f"{owner}: {field} must be in [0, 1], not {value!r}")
+
+
+def between(low: float, value: object, high: float) -> bool:
+    """Whether ``value`` is a number, and in [low, high]."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def broadcasts(tensor: Tensor, shape: torch.Size) -> bool:
+    """Whether ``tensor`` broadcasts to ``shape`` without enlarging it."""
+    return tensor.ndim <= len(shape) and all(a in (1, b) for a, b in zip(tensor.shape[::-1], shape[::-1], strict=False))

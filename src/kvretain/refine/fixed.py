@@ -1,0 +1,50 @@
+"""Fixed head weights: what HubKV's head weights would be if they did not look at the scores."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._common import Rewrite, between
+from .base import refiners
+
+
+@refiners.register("fixed")
+@dataclass(frozen=True)
+class FixedWeights(Rewrite):
+    """Each head's scores times a constant.
+
+    Source: HubKV's slides reject "fixed head weights" (mediocre) and say no more. kvretain's reading: one number per KV
+    head for all layers and inputs, no discount, no clip, no gate. It can matter only where heads share a budget or are
+    averaged; with the scope ``head`` it is the identity.
+
+    Args:
+        weights: one per KV head, >= 0. Default: an even ramp from 0.8 (first head) to 1.2 (last), the range of HubKV's
+            clip, blind to what the heads do.
+
+    Raises:
+        ValueError: a weight is negative or not finite; on use, also if there are not as many weights as heads.
+    """
+
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = self.weights
+        if given is not None and not (
+            isinstance(given, tuple) and given and all(between(0, w, sys.float_info.max) for w in given)
+        ):
+            raise ValueError(f"fixed: weights must be a tuple of finite numbers >= 0, one per head, not {given!r}")
+
+    def rewrite(self, scores: Tensor, positions: Tensor, excluded: Tensor) -> Tensor:
+        """Weighted scores ``(B, H, N)``."""
+        heads = scores.shape[1]
+        if self.weights is None:
+            weights = torch.linspace(0.8, 1.2, heads) if heads > 1 else torch.ones(1)
+        elif len(self.weights) == heads:
+            weights = torch.tensor(self.weights)
+        else:
+            raise ValueError(f"fixed: {len(self.weights)} weights were given, but the layer has {heads} KV heads")
+        return scores * weights.to(scores.device, scores.dtype)[:, None]

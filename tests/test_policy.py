@@ -1,0 +1,104 @@
+"""Policies: the text form, the dict form, presets, and errors that list what is valid."""
+
+import json
+
+import pytest
+
+from kvretain import Policy, presets, refiners, scorers, selectors
+from kvretain.refine import Hub
+from kvretain.scores import KeyDiff, SnapKV
+
+TEXTS = [
+    *presets,
+    "snapkv(window=16)",
+    "snapkv(window=16, pooling='mean')+hub(discount=0.25, weight_clip=(0.9, 1.1))",
+    'keydiff@layer(combine="mean")',
+    "keydiff@model",
+    "tova@head",
+    "tova+hub@head",
+    "random(seed=7)/topk@layer",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_form_round_trips(text):
+    policy = Policy.parse(text)
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    assert hash(policy) == hash(Policy.parse(text))
+
+
+def test_the_parts_of_a_text():
+    policy = Policy.parse(' snapkv( window = 16 ) + hub(discount=0.25) / topk @ layer(combine="max") ')
+    assert policy.scorer == SnapKV(window=16)
+    assert policy.refiner == Hub(discount=0.25)
+    assert (policy.scope, policy.combine) == ("layer", "max")
+    assert policy.needs == {"queries"}
+    assert Policy.parse("keydiff") == Policy(KeyDiff())
+
+
+def test_a_preset_is_its_text_and_differs_from_its_bare_scorer_only_by_scope():
+    assert Policy.parse("tova").scope == "layer"
+    assert Policy.parse("tova@head").scope == "head"
+    assert str(Policy.parse("tova@head")) == "tova@head"
+
+
+def test_dicts_are_flat_and_plain():
+    flat = Policy.parse("snapkv+hub").to_dict()
+    assert flat["scorer"] == "snapkv" and flat["scorer.window"] == 8 and flat["refiner.discount"] == 0.5
+    assert all(isinstance(v, str | int | float | bool | tuple) for v in flat.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("snapk", ["unknown scorer 'snapk'", "snapkv", "keydiff", "streaming"]),
+        ("snapkv+hubb", ["unknown refiner 'hubb'", "hub"]),
+        ("snapkv/top", ["unknown selector 'top'", "topk"]),
+        ("snapkv@heads", ["unknown scope 'heads'", "head, layer, model"]),
+        ("snapkv(windw=3)", ["'snapkv' takes no 'windw'", "window, kernel"]),
+        ("snapkv(window=0)", ["window", "at least 1"]),
+        ("snapkv(8)", ["arguments of 'snapkv' are named"]),
+        ("snapkv(window=)", ["cannot read the arguments"]),
+        ("snapkv(window=__import__('os'))", ["policy"]),
+        ("snapkv+", ["cannot read '+'"]),
+        ("", ["scorer[+refiner][/selector][@scope]"]),
+        ("full+hub", ["'full' keeps everything"]),
+        ('knorm@layer(combine="sum")', ["unknown combine 'sum'", "zscore"]),
+        ('knorm@head(combine="mean")', ["scope 'head' takes no 'combine'"]),
+        ("snapkv@layer+hub", ["cannot read '+hub'"]),
+    ],
+)
+def test_bad_texts_are_quoted_and_the_valid_names_listed(text, words):
+    with pytest.raises(ValueError) as error:
+        Policy.parse(text)
+    message = str(error.value)
+    assert repr(text) in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [{}, {"scorer": "nope"}, {"scorer": "knorm", "refiner.kernel": 5}, {"scorer": "knorm", "budget": 3},
+     {"scorer": "knorm", "scorer.x": 1}, {"scorer": "knorm", "scope": "all"}],
+)
+def test_bad_dicts(flat):
+    with pytest.raises(ValueError):
+        Policy.from_dict(flat)
+
+
+@pytest.mark.parametrize("registry", [scorers, refiners, selectors], ids=lambda r: r.kind)
+def test_every_component_is_a_documented_frozen_dataclass(registry):
+    for name in registry:
+        item = registry[name]()
+        assert registry.name_of(item) == name
+        assert type(item).__doc__
+        with pytest.raises(AttributeError):
+            item.some_new_attribute = 1
+
+
+def test_presets_state_their_source():
+    for name, preset in presets.items():
+        assert preset.name == name and preset.doc
+        assert preset.paper or name in ("full", "random")
