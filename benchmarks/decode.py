@@ -1,10 +1,11 @@
 """Decode speed against context length: RetentionCache beside DynamicCache, in one run.
 
-    python benchmarks/decode.py                             # the embedded model, 1k, 4k and 8k tokens of context, 1 CPU thread
-    python benchmarks/decode.py --device cuda --dtype bfloat16 --model PATH
+    python benchmarks/decode.py                             # the embedded model, 1k, 4k and 8k tokens of context, 1 CPU
+    thread python benchmarks/decode.py --device cuda --dtype bfloat16 --model PATH
 
-Both caches read the same context (in chunks). At each length both then decode the same tokens in turn, block by block, and each
-figure is the median over blocks; the ratio is taken block by block, so that a drift of the machine's speed cancels.
+Both caches read the same context (in chunks). At each length both then decode the same tokens in turn, block by block,
+and each figure is the median over blocks; the ratio is taken block by block, so that a drift of the machine's speed
+cancels.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ def main() -> None:
             row[name] = {"tokens_per_s": 1 / statistics.median(values), "mib": nbytes(copies[name]) / 2**20}
         rows.append(row)
         parts = [f"{name}: {row[name]['tokens_per_s']:.2f} tokens/s, {row[name]['mib']:.1f} MiB" for name in times]
-        print(f"context {context}: {'; '.join(parts)}; x{row['speedup']:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]", flush=True)
+        print(
+            f"context {context}: {'; '.join(parts)}; x{row['speedup']:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]",
+            flush=True,
+        )
     a, b = caches
     print(f"\n| context | {a} tokens/s | {b} tokens/s | ratio (range over {args.repeats} blocks) | MiB | MiB |")
     print("|---|---|---|---|---|---|")

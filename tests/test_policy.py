@@ -80,8 +80,14 @@ def test_bad_texts_are_quoted_and_the_valid_names_listed(text, words):
 
 @pytest.mark.parametrize(
     "flat",
-    [{}, {"scorer": "nope"}, {"scorer": "knorm", "refiner.kernel": 5}, {"scorer": "knorm", "budget": 3},
-     {"scorer": "knorm", "scorer.x": 1}, {"scorer": "knorm", "scope": "all"}],
+    [
+        {},
+        {"scorer": "nope"},
+        {"scorer": "knorm", "refiner.kernel": 5},
+        {"scorer": "knorm", "budget": 3},
+        {"scorer": "knorm", "scorer.x": 1},
+        {"scorer": "knorm", "scope": "all"},
+    ],
 )
 def test_bad_dicts(flat):
     with pytest.raises(ValueError):

@@ -96,6 +96,10 @@ def test_brute_force_is_the_optimum(weights, data):
     assert tuple(best.chosen.tolist()) == min(s for s, value in values.items() if value == best.value)
 
 
+def test_brute_force_takes_the_first_of_equals():
+    assert theory.best_subset(torch.ones(1, 16), 6).chosen.tolist() == list(range(6))  # 8,008 sets, in several blocks
+
+
 # --- Local Hub Dominance --------------------------------------------------------------------------
 
 

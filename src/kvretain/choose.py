@@ -13,7 +13,9 @@ from .scores import scorers
 from .select.scope import combine_heads, combine_layers
 
 
-def choose(policy: Policy, views: Sequence[CacheView], ratio: float | Tensor, counts: int | Sequence[int]) -> list[Tensor]:
+def choose(
+    policy: Policy, views: Sequence[CacheView], ratio: float | Tensor, counts: int | Sequence[int]
+) -> list[Tensor]:
     """Which entries of each view stay.
 
     Args:
@@ -23,12 +25,12 @@ def choose(policy: Policy, views: Sequence[CacheView], ratio: float | Tensor, co
         counts: real entries to keep; one number, or one per row (rows of a padded batch may keep fewer).
 
     Returns:
-        Per view, indices ``(B, H, K)`` int64, or ``(B, 1, K)`` where all heads share a set, with ``K`` the largest count;
-        ascending; a row that keeps fewer than ``K`` has leading -1.
+        Per view, indices ``(B, H, K)`` int64, or ``(B, 1, K)`` where all heads share a set, with ``K`` the largest
+        count; ascending; a row that keeps fewer than ``K`` has leading -1.
 
     Raises:
-        ValueError: scores that are not finite float32 ``(B, H, N)`` (names scorer and layer), or more protected entries than
-            a count holds.
+        ValueError: scores that are not finite float32 ``(B, H, N)`` (names scorer and layer), or more protected entries
+            than a count holds.
     """
     refined = [_scores(policy, view, ratio) for view in views]
     if policy.scope == "head":
@@ -49,7 +51,9 @@ def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:
             f"expected {tuple(view.positions.shape)} torch.float32"
         )
     if not torch.where(view.valid, scores, 0).isfinite().all():
-        raise ValueError(f"scorer {name!r} gave NaN or infinite scores at layer {view.layer}; check the model's keys for NaN")
+        raise ValueError(
+            f"scorer {name!r} gave NaN or infinite scores at layer {view.layer}; check the model's keys for NaN"
+        )
     if policy.refiner is None:
         return scores
     scores = policy.scorer.nonnegative(scores, view.candidates)

@@ -178,7 +178,7 @@ Examples:
 
 - `kvretain demo` – SmolLM2-135M, about 2,000 tokens, five policies, 80 % and 90 % removed
 - `kvretain demo --blind` – the same, compressed before the question is known
-- `kvretain demo --policy full --policy snapkv@layer --ratio 0.9 --seed 7` – your choice
+- `kvretain demo --policy snapkv@layer --policy "snapkv(window=32)" --ratio 0.9 --seed 7` – your choice
 """
 )
 def demo(
@@ -261,7 +261,7 @@ def demo(
         f"\n{where}\nEntries are per head and layer, right after the prefill; MiB are measured from their tensors; "
         f"the speed is that of single-token passes, with {jobs} process{'es' * (jobs > 1)} of {threads} "
         f"thread{'s' * (threads > 1)} at work.\nOne question on a small model: an illustration, not a ranking. "
-        f"{seconds:.0f} s in all.",
+        f"{seconds:.0f} s in all.\nNext: kvretain demo --policy snapkv@layer --policy 'snapkv(window=32)' --ratio 0.9",
         style="dim",
         highlight=False,
     )
@@ -466,7 +466,8 @@ def _answer(
             bar = progress.add_task("prefill", total=len(prompt))
 
             def write(piece: str) -> None:
-                progress.stop()
+                if progress.live.is_started:
+                    progress.stop()
                 if not as_json:
                     print(piece, end="", flush=True)
 

@@ -71,10 +71,9 @@ class Setting:
 
 
 def cases(policies: Sequence[str], ratios: Sequence[float]) -> list[Case]:
-    """Every policy at every ratio; ``full`` once, since it removes nothing."""
-    return [Case(p, r) for p in policies if p == "full" for r in [None]] + [
-        Case(p, r) for r in ratios for p in policies if p != "full"
-    ]
+    """Every policy at every ratio; ``full`` once and first, since it removes nothing."""
+    whole = [Case("full", None)] if "full" in policies else []
+    return whole + [Case(policy, ratio) for ratio in ratios for policy in policies if policy != "full"]
 
 
 def run_case(model: Any, tokenizer: Any, setting: Setting, case: Case, report: Callable[[float], None]) -> Row:

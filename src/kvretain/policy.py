@@ -24,8 +24,8 @@ from .select import Selector, selectors
 from .select.scope import COMBINE
 
 SCOPES = ("head", "layer", "model")
-"""``head``: each KV head keeps its own set. ``layer``: one set for all heads of a layer. ``model``: one set for all layers
-and heads, evicted when the last layer is done."""
+"""``head``: each KV head keeps its own set. ``layer``: one set for all heads of a layer. ``model``: one set for all
+layers and heads, evicted when the last layer is done."""
 
 _PART = re.compile(r"\s*([+/@]?)\s*([A-Za-z_][\w-]*)\s*(\((?:[^()]|\([^()]*\))*\))?\s*")
 
@@ -80,7 +80,8 @@ class Policy:
         """Reads a policy text or preset name.
 
         Raises:
-            ValueError: it does not parse, or names something unknown; the message quotes ``text`` and lists what is valid.
+            ValueError: it does not parse, or names something unknown; the message quotes ``text`` and lists what is
+                valid.
         """
         if not isinstance(text, str):
             raise ValueError(f"a policy is a text such as 'snapkv+hub' or a Policy, not {type(text).__name__}")
@@ -119,7 +120,9 @@ class Policy:
             given["scope"], scope_args = parts["@"]
             valid = [] if given["scope"] == "head" else ["combine"]
             if unknown := [name for name in scope_args if name not in valid]:
-                raise ValueError(f"scope {given['scope']!r} takes no {unknown[0]!r}; valid: {', '.join(valid) or 'none'}")
+                raise ValueError(
+                    f"scope {given['scope']!r} takes no {unknown[0]!r}; valid: {', '.join(valid) or 'none'}"
+                )
             given.update(scope_args)
         return cls(**given)
 
@@ -133,7 +136,7 @@ class Policy:
             text += "/" + _text(selectors, self.selector)
         combine = "" if self.combine == "zscore" else f'(combine="{self.combine}")'
         # A preset may share its scorer's name and have another scope: then even the default scope is spelled out.
-        if self.scope != "head" or text in presets and presets[text].text != text:
+        if self.scope != "head" or (text in presets and presets[text].text != text):
             text += f"@{self.scope}{combine}"
         return text
 
@@ -153,7 +156,12 @@ class Policy:
         """
         flat = dict(flat)
         given: dict[str, Any] = {}
-        for kind, registry in (("scorer", scorers), ("refiner", refiners), ("selector", selectors)):
+        kinds: tuple[tuple[str, Registry[Any]], ...] = (
+            ("scorer", scorers),
+            ("refiner", refiners),
+            ("selector", selectors),
+        )
+        for kind, registry in kinds:
             arguments = {key.partition(".")[2]: flat.pop(key) for key in list(flat) if key.startswith(kind + ".")}
             name = flat.pop(kind, None)
             if name is None and (kind == "scorer" or arguments):
@@ -163,8 +171,10 @@ class Policy:
             elif name is not None:
                 given[kind] = _build(registry, name, arguments)
         if unknown := set(flat) - {"scope", "combine"}:
-            raise ValueError(f"unknown policy keys {sorted(unknown)}; valid: scorer, refiner, selector (and their "
-                             "dotted arguments), scope, combine")
+            raise ValueError(
+                f"unknown policy keys {sorted(unknown)}; valid: scorer, refiner, selector (and their "
+                "dotted arguments), scope, combine"
+            )
         return cls(**given, **flat)
 
 
@@ -179,7 +189,9 @@ def _arguments(text: str, owner: str) -> dict[str, Any]:
             raise ValueError(f"arguments of {owner!r} are named, e.g. {owner}(name=value)")
         return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except SyntaxError:
-        raise ValueError(f"cannot read the arguments {text!r} of {owner!r}; the form is {owner}(name=value, ...)") from None
+        raise ValueError(
+            f"cannot read the arguments {text!r} of {owner!r}; the form is {owner}(name=value, ...)"
+        ) from None
 
 
 def _build(registry: Registry[C], name: str, arguments: dict[str, Any]) -> C:
@@ -206,25 +218,56 @@ presets: dict[str, Preset] = {
     preset.name: preset
     for preset in (
         Preset("full", "full", "", "Keeps everything; the reference for every comparison."),
-        Preset("random", "random", "", "A uniform sample of all tokens seen, plus 4 sinks; the floor any method must beat."),
-        Preset("streaming", "streaming", "StreamingLLM, arXiv 2309.17453",
-               "4 sinks and the most recent tokens. Deviation: keys keep their original rotation (the paper re-rotates to "
-               "cache positions)."),
-        Preset("knorm", "knorm", "arXiv 2406.11430",
-               "Low key norm = keep. Deviations: 4 sinks are protected; the paper skips the first two layers."),
-        Preset("keydiff", "keydiff", "KeyDiff, arXiv 2504.15364",
-               "Keys far from the mean direction stay. Deviation: 4 sinks are protected."),
-        Preset("tova", 'tova@layer(combine="mean")', "TOVA, arXiv 2401.06104",
-               "The last query's attention, averaged over all heads of a layer, one set per layer. Deviation: evicts every "
-               "`every` tokens, not at every token (set every=1 for the paper's cadence)."),
-        Preset("snapkv", "snapkv", "SnapKV, arXiv 2404.14469",
-               "Attention of the last 8 queries, max-pooled by 7; the window is kept. As R-KV and TriAttention run it at decode "
-               "time. Deviations from the paper: window 8 (16 to 64 there), maximum over the query group, 4 sinks protected."),
-        Preset("snapkv+hub", "snapkv+hub", "HubKV on SnapKV",
-               "HubKV's correction on SnapKV's scores. Deviation: HubKV's own experiments use KVzip and Fast KVzip scores."),
-        Preset("h2o", "h2o", "H2O, arXiv 2306.14048",
-               "Accumulated attention; half the budget is the recent window. Deviation: evicts every `every` tokens, and attention "
-               "is accumulated per KV head (summed over its query group)."),
+        Preset(
+            "random", "random", "", "A uniform sample of all tokens seen, plus 4 sinks; the floor any method must beat."
+        ),
+        Preset(
+            "streaming",
+            "streaming",
+            "StreamingLLM, arXiv 2309.17453",
+            "4 sinks and the most recent tokens. Deviation: keys keep their original rotation (the paper re-rotates to "
+            "cache positions).",
+        ),
+        Preset(
+            "knorm",
+            "knorm",
+            "arXiv 2406.11430",
+            "Low key norm = keep. Deviations: 4 sinks are protected; the paper skips the first two layers.",
+        ),
+        Preset(
+            "keydiff",
+            "keydiff",
+            "KeyDiff, arXiv 2504.15364",
+            "Keys far from the mean direction stay. Deviation: 4 sinks are protected.",
+        ),
+        Preset(
+            "tova",
+            'tova@layer(combine="mean")',
+            "TOVA, arXiv 2401.06104",
+            "The last query's attention, averaged over all heads of a layer, one set per layer. Deviation: evicts "
+            "every `every` tokens, not at every token (set every=1 for the paper's cadence).",
+        ),
+        Preset(
+            "snapkv",
+            "snapkv",
+            "SnapKV, arXiv 2404.14469",
+            "Attention of the last 8 queries, max-pooled by 7; the window is kept. As R-KV and TriAttention run "
+            "it at decode time. Deviations from the paper: window 8 (16 to 64 there), maximum over the query group, "
+            "4 sinks protected.",
+        ),
+        Preset(
+            "snapkv+hub",
+            "snapkv+hub",
+            "HubKV on SnapKV",
+            "HubKV's correction on SnapKV's scores. Deviation: HubKV's own experiments use KVzip and Fast KVzip.",
+        ),
+        Preset(
+            "h2o",
+            "h2o",
+            "H2O, arXiv 2306.14048",
+            "Accumulated attention; half the budget is the recent window. Deviation: evicts every `every` tokens, and "
+            "attention is accumulated per KV head (summed over its query group).",
+        ),
     )
 }
 """Policies by the names of their papers, in the order in which tables list them."""

@@ -4,8 +4,8 @@ A *recording* says what a run under test did: for each forward its tokens, its m
 each layer held just before and just after it. :class:`Oracle` replays the tokens on its own copy of the model with a
 plain ``DynamicCache``, from which nothing is ever evicted, and with an attention function of its own. In layer l,
 key/value head h and row b it hides a past column unless the position of that column is among those that the run held
-for (b, l, h) just before the step. The step's own tokens are visible causally; padding is hidden by the 2-D mask; sliding
-layers see the model's own mask.
+for (b, l, h) just before the step. The step's own tokens are visible causally; padding is hidden by the 2-D mask;
+sliding layers see the model's own mask.
 
 Nothing of kvretain is imported here: the oracle knows only ``cache.layers[i].positions``.
 """

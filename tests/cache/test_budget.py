@@ -32,7 +32,11 @@ def test_numbers_that_the_user_gave_are_kept():
 
 @pytest.mark.parametrize(
     ("kwargs", "target", "prompt"),
-    [({"sinks": 6, "recent": 5}, 10, 0), ({"protect_prompt": True}, 10, 11), ({"recent": 4, "protect_prompt": True}, 10, 7)],
+    [
+        ({"sinks": 6, "recent": 5}, 10, 0),
+        ({"protect_prompt": True}, 10, 11),
+        ({"recent": 4, "protect_prompt": True}, 10, 7),
+    ],
 )
 def test_more_protected_entries_than_fit_name_both_numbers(kwargs, target, prompt):
     with pytest.raises(ValueError, match=rf"11 protected entries .* budget of {target} .*raise the budget"):
@@ -53,5 +57,5 @@ def test_ratios_are_fractions_removed(ratio):
 
 @pytest.mark.parametrize("pair", [(None, None), (8, 0.5)])
 def test_both_or_neither(pair):
-    with pytest.raises(ValueError, match="either budget .* or ratio"):
+    with pytest.raises(ValueError, match=r"either budget .* or ratio"):
         Budget(*pair)

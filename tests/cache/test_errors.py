@@ -246,6 +246,37 @@ def test_a_four_dimensional_mask_at_the_first_pass(llama) -> None:
         )
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "knorm", "keydiff@model"])
+@pytest.mark.parametrize("options", [{"budget": 12}, {"ratio": 0.5}], ids=str)
+def test_a_row_without_any_token(llama, policy, options) -> None:
+    """Either served, the row staying empty until its first token, or refused before anything is stored."""
+    ids, mask = ROWS
+    mask = mask.clone()
+    mask[1] = 0
+    cache = make(llama, policy, **options)
+    try:
+        forward(llama, ids, cache, mask=mask)
+    except ValueError as error:
+        assert "row" in str(error) and cache.get_seq_length() == 0
+        cache.check_integrity()
+        return
+    assert all(bool((positions[1] == -1).all()) for positions in held(cache).values())
+    forward(llama, tokens(5, 2, 1), cache, mask=torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1))
+    assert all(positions[1].max() == 0 for positions in held(cache).values())
+    cache.check_integrity()
+
+
+def test_an_attention_implementation_changed_under_a_cache() -> None:
+    """Observation is lost and noticed for the old cache; a new cache observes again."""
+    net = build("llama")
+    old = make(net, "snapkv", budget=8, every=4)
+    forward(net, tokens(1, 1, 20), old)
+    net.set_attn_implementation("eager")
+    new = make(net, "h2o", budget=8, every=4)
+    forward(net, tokens(1, 1, 20), new)
+    new.check_integrity()
+
+
 def test_right_padding_is_refused_or_right(llama) -> None:
     """Padding on the right at prefill: the next token's position would follow the padding; entries must not leak."""
     ids, mask = (t.flip(1) for t in ROWS)

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvretain import RetentionCache
 
-from .models import MODELS, build, cache_argument, distinct, forward, left_padded, model, tokens
+from .models import MODELS, build, cache_argument, distinct, forward, left_padded, model, positions_of, tokens
 from .oracle import Step, Turn, held, play
 
 EVERY_MODEL = [(name, attention) for name, (*_, attentions) in MODELS.items() for attention in attentions]
@@ -106,6 +106,92 @@ def same_positions(left: dict, right: dict, rows: slice = slice(None)) -> None:
     assert left.keys() == right.keys() and left
     for layer in left:
         assert torch.equal(left[layer][rows], right[layer][rows]), f"layer {layer}"
+
+
+# --- generate = a hand-written loop --------------------------------------------------------------
+
+
+def generate(net, ids, cache, new: int, **arguments) -> torch.Tensor:
+    mask = torch.ones_like(ids)  # given, as generate would take a generated pad token for padding
+    arguments = {"do_sample": False, cache_argument(net): cache} | arguments
+    return net.generate(ids, attention_mask=mask, max_new_tokens=new, **arguments)[:, ids.shape[1] :]
+
+
+def greedy(steps: list[Step]) -> list[int]:
+    return [int(step.logits[0, -1].argmax()) for step in steps]
+
+
+@pytest.mark.parametrize("policy", ["snapkv+hub", "h2o", "keydiff@model"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_conversation_through_generate(name, policy) -> None:
+    """The second call is given the whole conversation; what the cache has seen of it is not fed again."""
+    net, ids = model(name), tokens(71, 1, 30)
+    cache, by_hand = (make(net, policy, budget=12, every=4) for _ in range(2))
+    answer = generate(net, ids, cache, 10)
+    conversation = torch.cat([ids, answer, tokens(72, 1, 7)], 1)
+    second = generate(net, conversation, cache, 10)
+    steps = play(net, by_hand, [Turn(ids, decode=9), Turn(conversation[:, 39:], decode=9)], pass_mask=False)
+    assert answer[0].tolist() == greedy(steps[:10])
+    assert second[0].tolist() == greedy(steps[10:])
+    same_positions(held(cache), held(by_hand))
+
+
+@pytest.mark.parametrize("policy", ["snapkv+hub", "h2o", "keydiff@model"])
+def test_generate_in_prefill_chunks(llama, policy) -> None:
+    ids = tokens(73, 1, 30)
+    cache, by_hand = (make(llama, policy, budget=12, every=4) for _ in range(2))
+    answer = generate(llama, ids, cache, 10, prefill_chunk_size=8)
+    *chunks, last = ids.split(8, 1)
+    steps = play(llama, by_hand, [*map(Turn, chunks), Turn(last, decode=9)], pass_mask=False)
+    assert answer[0].tolist() == greedy(steps[len(chunks) :])
+    same_positions(held(cache), held(by_hand))
+
+
+def test_embeddings_positional_arguments_and_the_bare_decoder(llama) -> None:
+    """The ways to call a model other than by keyword, with ids, through its language-model head."""
+    ids, mask = left_padded([tokens(74, 24), tokens(75, 18)])
+    following, grown = tokens(76, 2, 1), torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    positions = [positions_of(mask), positions_of(grown)[:, -1:]]
+    caches = [make(llama, "snapkv+hub", ratio=0.5) for _ in range(3)]
+    with torch.no_grad():
+        for cache, inputs in zip(caches, ("ids", "embeddings", "positional"), strict=True):
+            for tokens_in, mask_in, position in zip((ids, following), (mask, grown), positions, strict=True):
+                if inputs == "positional":
+                    llama.model(tokens_in, mask_in, position, cache)
+                    continue
+                fed = {"input_ids": tokens_in}
+                if inputs == "embeddings":
+                    fed = {"inputs_embeds": llama.get_input_embeddings()(tokens_in)}
+                llama(attention_mask=mask_in, position_ids=position, **{cache_argument(llama): cache}, **fed)
+    for other in caches[1:]:
+        same_positions(held(caches[0]), held(other))
+        assert all(torch.equal(a.keys, b.keys) for a, b in zip(caches[0].layers, other.layers, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+def test_masks_of_any_dtype(llama, dtype) -> None:
+    ids, mask = left_padded([tokens(74, 24), tokens(75, 14)])
+    caches = [make(llama, "snapkv+hub", ratio=0.5, every=4) for _ in range(2)]
+    for step in range(10):
+        fed = tokens(80 + step, 2, 1) if step else ids
+        grown = torch.cat([mask, torch.ones(2, step, dtype=torch.long)], 1)
+        positions = positions_of(grown)[:, -fed.shape[1] :]
+        logits = [
+            forward(llama, fed, cache, mask=grown.to(kind), positions=positions)
+            for cache, kind in zip(caches, (torch.long, dtype), strict=True)
+        ]
+        assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_autocast(llama, policy) -> None:
+    """Scores stay float32 inside an autocast region."""
+    cache = make(llama, policy, budget=12, every=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for part in (tokens(77, 1, 20), *tokens(78, 1, 9).split(1, 1)):
+            assert bool(forward(llama, part, cache).isfinite().all())
+    assert cache.trace.evictions >= 2
+    cache.check_integrity()
 
 
 # --- batch = solo ---------------------------------------------------------------------------------

@@ -117,9 +117,9 @@ def tolerance(dtype: torch.dtype) -> float:
 
     The run and the oracle sum the same products in another order and over another number of (hidden) entries, in the
     same dtype, so single roundings differ, and sharp attention amplifies them over two layers: on runs that evict
-    nothing ``DynamicCache`` and the oracle differ by up to 0.09 in bfloat16 (logits reach 4, where one unit is 0.03) and
-    0.014 in float16. Every cell also asserts that hiding nothing is wrong by more than twice the tolerance, so the bound
-    still tells right from wrong.
+    nothing ``DynamicCache`` and the oracle differ by up to 0.09 in bfloat16 (logits reach 4, where one unit is 0.03)
+    and 0.014 in float16. Every cell also asserts that hiding nothing is wrong by more than twice the tolerance, so the
+    bound still tells right from wrong.
     """
     return 1e-4 if dtype == torch.float32 else 32 * torch.finfo(dtype).eps
 

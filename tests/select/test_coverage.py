@@ -14,6 +14,8 @@ from torch import Tensor
 
 import kvretain
 from kvretain import Policy, coverage, select_coverage, selectors
+from kvretain.cache.view import CacheView
+from kvretain.choose import choose
 from kvretain.select import Greedy, StochasticGreedy, greedy_path, select_topk
 from kvretain.theory import best_subset, local_weights, marginal_gains
 
@@ -128,8 +130,14 @@ def test_stochastic_greedy_keeps_its_expected_bound():
         assert paths[0].evaluations == sum(min(size, 14 - step) for step in range(4))
         means.append(float(values.mean()))
     assert means[0] > means[1] > means[2]  # more candidates, better sets
-    everything = greedy_path(weights, 4, method="stochastic", epsilon=1e-9)
-    assert torch.equal(everything.order, greedy_path(weights, 4).order)
+
+
+@given(weights=matrices(level), data=st.data())
+@quick
+def test_stochastic_that_sees_everything_is_greedy(weights, data):
+    keep = data.draw(st.integers(1, weights.shape[1]))
+    everything = greedy_path(weights, keep, method="stochastic", epsilon=1e-9)
+    assert torch.equal(everything.order, greedy_path(weights, keep).order)
 
 
 def test_stochastic_is_reproducible():
@@ -276,11 +284,10 @@ def test_greedy_without_gaps_is_select_coverage():
 @few
 def test_a_kernel_of_one_is_top_k(seed, keep):
     scores, protected, positions = random_case(seed)
-    expected = select_topk(scores, keep, protected=protected)
-    for selector in (Greedy(kernel=1), Greedy(kernel=1, shape="box")):
-        for shift in (0, 0.5):
-            chosen = selector.select(scores - shift, keep, protected=protected, positions=positions)
-            assert torch.equal(chosen, expected)
+    for shifted in (scores, scores - 0.5):
+        expected = select_topk(shifted, keep, protected=protected)
+        for selector in (Greedy(kernel=1), Greedy(kernel=1, shape="box")):
+            assert torch.equal(selector.select(shifted, keep, protected=protected, positions=positions), expected)
 
 
 @each
@@ -356,6 +363,43 @@ def test_stochastic_lies_between_top_k_and_greedy():
     means = [value(StochasticGreedy(epsilon=epsilon, seed=seed)) for epsilon in (0.1, 0.01) for seed in range(3)]
     assert max(top, (1 - 1 / math.e - 0.1) * greedy) < min(means) and max(means) < greedy
     assert sum(means[:3]) < sum(means[3:]) and len(set(means)) == 6
+
+
+@given(seed=st.integers(0, 2**20), keep=st.integers(8, 20))
+@few
+def test_the_stochastic_selector_that_sees_everything_is_greedy(seed, keep):
+    """At least 690 draws from at most 20 entries miss none; equal gains go to the lowest index."""
+    scores, protected, positions = random_case(seed)
+    scores = (scores * 4).round() / 4
+    expected = Greedy().select(scores, keep, protected=protected, positions=positions)
+    selector = StochasticGreedy(epsilon=1e-300)
+    assert torch.equal(selector.select(scores, keep, protected=protected, positions=positions), expected)
+
+
+def test_chosen_entries_are_not_drawn_again():
+    """One draw a step, all but one of 20 kept: each of the remaining is drawn alike, so any may be the one left."""
+    scores = torch.arange(1.0, 21).expand(400, -1)
+    chosen = StochasticGreedy(kernel=1, epsilon=0.95).select(scores, 19, protected=torch.zeros(400, 20).bool())
+    left = 190 - chosen.sum(-1)
+    assert len(left.unique()) == 20 and left.double().mean().item() == pytest.approx(9.5, abs=1.2)
+
+
+def test_a_policy_passes_positions_on():
+    """Survivors of earlier evictions are side by side in the cache, yet far apart: none makes another redundant."""
+    scores = torch.tensor([0.1, 0.8, 0.9, 0.8, 0.1, 0.1, 0.1, 0.4, 0.1])
+    keys = (1 - scores).expand(2, 1, -1)[..., None]  # knorm: the smallest keys score best
+    view = CacheView(
+        keys=keys,
+        values=keys,
+        positions=torch.stack([torch.arange(9), 5 * torch.arange(9)])[:, None],
+        seen=torch.tensor([9, 41]),
+        budget=2,
+        protected=torch.zeros(2, 1, 9, dtype=torch.bool),
+    )
+    for counts in (2, [2, 2]):
+        for scope in ("head", "layer"):
+            chosen = choose(Policy.parse(f"knorm/greedy@{scope}"), [view], 0.8, counts)[0]
+            assert chosen.tolist() == [[[2, 7]], [[1, 2]]]
 
 
 def test_heads_draw_for_themselves():

@@ -1,6 +1,7 @@
 """Storage and eviction: the only package of kvretain that knows transformers.
 
-``view.CacheView`` is what scorers see and costs torch only; everything else here needs transformers and loads on first use.
+``view.CacheView`` is what scorers see and costs torch only; everything else here needs transformers and loads on first
+use.
 """
 
 from __future__ import annotations

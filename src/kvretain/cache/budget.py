@@ -71,7 +71,8 @@ class Budget:
         return max(1, seen - math.floor(self.ratio * seen + 1e-9))
 
     def protection(self, target: int, prompt: int, scorer: Scorer) -> tuple[int, int]:
-        """Sinks and recent tokens to protect under a budget of ``target`` entries, ``prompt`` of them protected already.
+        """Sinks and recent tokens to protect under a budget of ``target`` entries, ``prompt`` of them protected
+        already.
 
         Numbers the user gave are kept; the scorer's defaults shrink: recent to half of the room, sinks to a quarter.
 

@@ -20,7 +20,8 @@ from .trace import Trace
 
 
 class RetentionCache(Cache):
-    """A drop-in ``transformers`` cache that keeps a fixed budget of entries per KV head. Make it with :meth:`for_model`.
+    """A drop-in ``transformers`` cache that keeps a fixed budget of entries per KV head. Make it with
+    :meth:`for_model`.
 
     Lossy: what is evicted is gone. While nothing has been evicted, outputs are bitwise those of ``DynamicCache``.
 
@@ -29,9 +30,9 @@ class RetentionCache(Cache):
     - a pass of several tokens (a prompt, a chunk of it, a new turn) ends with at most the budget;
     - a single-token pass (decoding) compresses when ``budget + every`` entries are stored, down to the budget.
 
-    Two lengths: ``get_seq_length()`` is columns seen, evicted ones included; a layer's ``kept`` is what it stores. Keys keep
-    their rotation, entries their order. In left-padded batches padding goes first, a row never attends to it, and a row equals
-    its solo run whenever both evict at the same passes.
+    Two lengths: ``get_seq_length()`` is columns seen, evicted ones included; a layer's ``kept`` is what it stores. Keys
+    keep their rotation, entries their order. In left-padded batches padding goes first, a row never attends to it, and
+    a row equals its solo run whenever both evict at the same passes.
 
     Attributes:
         policy: how entries are chosen.
@@ -58,16 +59,17 @@ class RetentionCache(Cache):
             model: a decoder-only transformers model, e.g. of ``AutoModelForCausalLM``.
             policy: a preset or policy text such as ``"snapkv+hub"`` (see :mod:`kvretain.policy`), or a :class:`Policy`.
             budget: entries kept per KV head, protected ones included.
-            ratio: fraction *removed* of the tokens seen, in [0, 1): ``n`` tokens keep ``max(1, n - floor(ratio * n))``, counted
-                for each row's real tokens. Give this or ``budget``; ``full`` needs neither and ignores both.
+            ratio: fraction *removed* of the tokens seen, in [0, 1): ``n`` tokens keep ``max(1, n - floor(ratio * n))``,
+                counted for each row's real tokens. Give this or ``budget``; ``full`` needs neither and ignores both.
             every: decode cadence in tokens. Smaller follows the budget more closely, larger is faster.
             sinks: first tokens that are always kept; default: the scorer's, at most a quarter of the budget.
             recent: last tokens that are always kept; default: the scorer's, at most half of the budget.
             protect_prompt: always keep everything that came before the first single-token pass.
 
         Raises:
-            ValueError: an unknown policy or argument, a number out of range, both or neither of ``budget`` and ``ratio``,
-                more protected tokens than the budget holds, or a model that cannot be served (refused by name).
+            ValueError: an unknown policy or argument, a number out of range, both or neither of ``budget`` and
+                ``ratio``, more protected tokens than the budget holds, or a model that cannot be served (refused by
+                name).
             ImportError: transformers is older than 5.17.
         """
         support.check_transformers()
@@ -110,7 +112,8 @@ class RetentionCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RetentionCache:
-        """An independent cache of the same model with the same content, e.g. to ask several questions of one context."""
+        """An independent cache of the same model with the same content, e.g. to ask several questions of one
+        context."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         memo[id(self._attachment)] = self._attachment
@@ -120,7 +123,7 @@ class RetentionCache(Cache):
 
     # A forward pass: called by the decoder's hooks
 
-    def begin_pass(self, decoder: nn.Module, inputs: Tensor, mask: Any, position_ids: Tensor | None) -> Any:
+    def begin_pass(self, decoder: Any, inputs: Tensor, mask: Any, position_ids: Tensor | None) -> Any:
         """Called before the decoder runs on ``inputs (B, n, ...)``; returns the attention mask it must use.
 
         Raises:
@@ -136,7 +139,6 @@ class RetentionCache(Cache):
         if slots is mask or len(self._retained) == len(self.layers):
             return slots
         # Sliding layers read the mask by columns and full layers by stored entries: each kind gets its own.
-        assert isinstance(decoder, nn.Module)
         config, embeds = decoder.config, torch.empty(batch, columns, 0, dtype=decoder.dtype, device=inputs.device)
         masks = create_masks_for_generate(config, embeds, mask, self, position_ids)
         masks["full_attention"] = create_masks_for_generate(config, embeds, slots, self, position_ids)["full_attention"]
@@ -150,11 +152,12 @@ class RetentionCache(Cache):
             return
         missed = tap.forget()
         if missed or any(layer.seen != session.columns.seen for layer in layers):
+            if not missed:
+                raise ValueError("not every layer of the model has updated the cache in this pass; call reset()")
             raise ValueError(
-                f"{type(self._attachment.decoder).__name__} did not pass the cached keys of every layer to its attention "
-                f"function, so the policy {str(self.policy)!r} cannot serve it; choose one without needs (`kvretain policies`)"
-                if missed
-                else "not every layer of the model has updated the cache in this pass; call reset()"
+                f"{type(self._attachment.decoder).__name__} did not pass the cached keys of every layer to its "
+                f"attention function, so the policy {str(self.policy)!r} cannot serve it; choose one without needs "
+                "(`kvretain policies` lists them)"
             )
         if plan.evict:
             if self.policy.scope == "model":
@@ -174,8 +177,8 @@ class RetentionCache(Cache):
     def nbytes(self) -> int:
         """Bytes of the allocated key and value storage, measured from the tensors, sliding layers included.
 
-        After a multi-token pass that is exactly what is kept; while decoding it is ``budget + every`` entries. Bookkeeping
-        (positions, and for some policies a few queries or one number per entry) is not counted.
+        After a multi-token pass that is exactly what is kept; while decoding it is ``budget + every`` entries.
+        Bookkeeping (positions, and for some policies a few queries or one number per entry) is not counted.
         """
         storages = {}
         for layer in self.layers:
@@ -219,7 +222,13 @@ class RetentionCache(Cache):
 
     def reset(self) -> None:
         """Empties the cache and its trace; any batch size may follow."""
-        super().reset()
+        # Other layers are made anew: some releases of transformers keep a sliding window's tensors in `reset`.
+        fresh = support.layers_of(self._attachment.decoder)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, RetentionLayer):
+                layer.reset()
+            else:
+                self.layers[index] = fresh[index]
         self._session.reset()
         self._new_trace()
 
@@ -227,8 +236,8 @@ class RetentionCache(Cache):
         """Takes back the last ``-tokens_to_remove`` columns (a negative number, as in transformers; 0 does nothing).
 
         Raises:
-            ValueError: a positive number; more than was seen since the last eviction (evicted entries cannot come back); or
-                a policy that has observed the cropped tokens' queries.
+            ValueError: a positive number; more than was seen since the last eviction (evicted entries cannot come
+                back); or a policy that has observed the cropped tokens' queries.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to take back, not {tokens_to_remove}")
@@ -236,7 +245,10 @@ class RetentionCache(Cache):
             return
         for index, layer in enumerate(self.layers):
             window = getattr(layer, "sliding_window", None)
-            if not isinstance(layer, RetentionLayer) and (window is None or layer.get_seq_length() >= window):
+            # A layer without a window (linear attention) has no way back at all.
+            if not isinstance(layer, RetentionLayer) and (
+                window is None or layer.get_seq_length() >= window  # type: ignore[union-attr]
+            ):
                 raise ValueError(
                     f"cannot crop: layer {index}, a {type(layer).__name__}, has dropped what it would need; "
                     "copy.deepcopy the cache before the tokens that you want to take back"
@@ -279,8 +291,9 @@ class RetentionCache(Cache):
             super().activate_past_recording()
             return
         raise ValueError(
-            "assisted decoding (assistant_model=, prompt_lookup_num_tokens=) needs to take rejected tokens back, but entries that "
-            "they pushed out of a RetentionCache are gone: generate without an assistant, or use the policy 'full'"
+            "assisted decoding (assistant_model=, prompt_lookup_num_tokens=) needs to take rejected tokens back, but "
+            "entries that they pushed out of a RetentionCache are gone: generate without an assistant, or use the "
+            "policy 'full'"
         )
 
     def __repr__(self) -> str:

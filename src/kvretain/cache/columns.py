@@ -19,7 +19,8 @@ from torch import Tensor
 
 @dataclass
 class _Run:
-    """Columns ``start <= column < stop``: either ``explicit`` positions ``(B, stop - start)``, or all real from ``base (B,)``."""
+    """Columns ``start <= column < stop``: either ``explicit`` positions ``(B, stop - start)``, or all real from ``base
+    (B,)``."""
 
     start: int
     stop: int
@@ -73,7 +74,8 @@ class Columns:
             self.prompt, self.prompt_real = self.seen, self.real
 
     def positions(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Positions of the columns ``start <= column < stop``: ``(B, n)`` int64, or ``(1, n)`` while nothing is padded."""
+        """Positions of the columns ``start <= column < stop``: ``(B, n)`` int64, or ``(1, n)`` while nothing is
+        padded."""
         if self.real is None:
             return torch.arange(start, stop, device=device)[None]
         parts = [

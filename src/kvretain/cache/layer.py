@@ -82,13 +82,17 @@ class RetentionLayer(CacheLayerMixin):
         self._values = values
 
     # transformers assigns these in its own methods (offloading), hence the setters.
-    keys = property(_get_keys, _set_keys, doc="``(B, H, kept, D)`` view of the stored keys; None before the first pass.")
+    keys = property(
+        _get_keys, _set_keys, doc="``(B, H, kept, D)`` view of the stored keys; None before the first pass."
+    )
     values = property(_get_values, _set_values, doc="``(B, H, kept, Dv)`` view of the stored values.")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes shapes, dtype and device from the first keys ``(B, H, n, D)`` and values ``(B, H, n, Dv)``."""
-        self._store(key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3]),
-                    value_states.new_empty(*value_states.shape[:2], 0, value_states.shape[3]))
+        self._store(
+            key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3]),
+            value_states.new_empty(*value_states.shape[:2], 0, value_states.shape[3]),
+        )
         self.device = key_states.device
         self.is_initialized = True
 
@@ -131,8 +135,10 @@ class RetentionLayer(CacheLayerMixin):
             self._store(key_states, value_states)
             self._transient = True
         else:
-            self._store(torch.cat([self._keys[:, :, : self.kept], key_states], 2),
-                        torch.cat([self._values[:, :, : self.kept], value_states], 2))
+            self._store(
+                torch.cat([self._keys[:, :, : self.kept], key_states], 2),
+                torch.cat([self._values[:, :, : self.kept], value_states], 2),
+            )
             self._transient = plan.evict
         self.kept = total
         self.seen += new
@@ -140,8 +146,8 @@ class RetentionLayer(CacheLayerMixin):
         if self.session.policy.needs:
             tap.expect(self, keys)
         elif plan.evict and self._transient and self.session.policy.scope != "model":
-            # Attention holds the long tensors; the layer lets go of them now, so that only one layer's are alive at a time.
-            # What was written in place is still being read and is compacted when the pass ends.
+            # Attention holds the long tensors; the layer lets go of them now, so that only one layer's are alive at a
+            # time. What was written in place is still being read and is compacted when the pass ends.
             self.session.evict([self])
         return keys, values
 
@@ -180,7 +186,7 @@ class RetentionLayer(CacheLayerMixin):
 
     def _remember(self, query: Tensor, valid: Tensor | None, size: int) -> None:
         """Keeps the last ``size`` real queries of each row, in a ring."""
-        batch, heads, new, width = query.shape
+        batch, heads, _, width = query.shape
         if self._window is None or self._window_valid is None:
             self._window = query.new_zeros(batch, heads, size, width)
             self._window_valid = torch.zeros(batch, size, dtype=torch.bool, device=query.device)
@@ -200,7 +206,8 @@ class RetentionLayer(CacheLayerMixin):
         self._oldest = (self._oldest + query.shape[2]) % size
 
     def _accumulate(self, query: Tensor, valid: Tensor | None, sinks: Tensor | None, block: int = 256) -> None:
-        """Adds the attention weights of the new queries to what each entry has received, in blocks of ``block`` queries."""
+        """Adds the attention weights of the new queries to what each entry has received, in blocks of ``block``
+        queries."""
         keys = self.keys
         assert keys is not None
         batch, heads, kept, _ = keys.shape

@@ -44,7 +44,8 @@ class Plan:
 
 @dataclass
 class Session:
-    """Shared by a :class:`~kvretain.cache.RetentionCache` and its layers; it refers to neither, so nothing is kept alive.
+    """Shared by a :class:`~kvretain.cache.RetentionCache` and its layers; it refers to neither, so nothing is kept
+    alive.
 
     Attributes:
         policy, budget: what to keep and how much; ``budget`` is None for the policy ``full``.
@@ -78,11 +79,13 @@ class Session:
         """Starts a forward pass of ``columns`` new columns; returns the 2-D attention mask that attention must use.
 
         Raises:
-            ValueError: the previous pass failed midway, another batch size, a mask that is not 2-D or contradicts what was
-                seen, more protected entries than fit. Nothing has changed then.
+            ValueError: the previous pass failed midway, another batch size, a mask that is not 2-D or contradicts what
+                was seen, more protected entries than fit. Nothing has changed then.
         """
         if self.plan is not None:
-            raise ValueError("the previous forward pass with this cache did not finish, so its layers disagree; call reset()")
+            raise ValueError(
+                "the previous forward pass with this cache did not finish, so its layers disagree; call reset()"
+            )
         if self.batch is not None and batch != self.batch:
             raise ValueError(
                 f"this cache holds {self.batch} rows, the input has {batch}: use a new cache, or call reset() first"
@@ -106,7 +109,9 @@ class Session:
         seen = self.columns.seen
         if mask is None:
             if self.mask is not None:
-                raise ValueError("earlier passes had padding, so attention_mask is needed; it covers all columns seen so far")
+                raise ValueError(
+                    "earlier passes had padding, so attention_mask is needed; it covers all columns seen so far"
+                )
             return None
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             kind = f"{mask.ndim}-D" if isinstance(mask, Tensor) else type(mask).__name__
@@ -120,8 +125,8 @@ class Session:
         before = real[:, :seen]
         if not (bool(before.all()) if self.mask is None else torch.equal(before, self.mask)):
             raise ValueError(
-                "attention_mask contradicts the earlier passes: what was real then must stay real and padding must stay "
-                "padding, since entries cannot be hidden or shown after the fact"
+                "attention_mask contradicts the earlier passes: what was real then must stay real and padding must "
+                "stay padding, since entries cannot be hidden or shown after the fact"
             )
         return None if self.mask is None and bool(real[:, seen:].all()) else real
 
@@ -144,7 +149,10 @@ class Session:
         if self.budget.protect_prompt:
             whole = prefill and self.columns.prompt == self.columns.seen  # these columns are still the prompt's
             before = self.columns.prompt_real
-            prompts = real or [seen] if whole else [self.columns.prompt] * len(targets) if before is None else before.tolist()
+            if whole:
+                prompts = real or [seen]
+            else:
+                prompts = [self.columns.prompt] * len(targets) if before is None else before.tolist()
         scorer = self.policy.scorer
         assert scorer is not None
         pairs = [self.budget.protection(t, p, scorer) for t, p in zip(targets, prompts, strict=True)]
@@ -154,9 +162,9 @@ class Session:
     def _slots(self, mask: Tensor) -> Tensor:
         """The mask whose columns, read from ``seen - kept`` on, say which *stored entries* are real.
 
-        transformers reads the mask at ``kv_offset + slot``. As long as only left padding was evicted, or every row kept the
-        same number of real entries, the user's own mask is right there. It is rewritten where rows keep different numbers or
-        padding stood inside.
+        transformers reads the mask at ``kv_offset + slot``. As long as only left padding was evicted, or every row kept
+        the same number of real entries, the user's own mask is right there. It is rewritten where rows keep different
+        numbers or padding stood inside.
         """
         if self.front is None:
             return mask
@@ -169,7 +177,8 @@ class Session:
 
     @property
     def ratio(self) -> float | Tensor:
-        """Fraction removed of the tokens seen, for refiners: the ratio asked for, or ``1 - kept / seen`` (per row if padded)."""
+        """Fraction removed of the tokens seen, for refiners: the ratio asked for, or ``1 - kept / seen`` (per row if
+        padded)."""
         assert self.budget is not None and self.plan is not None and self.batch is not None
         if self.budget.ratio is not None:
             return float(self.budget.ratio)

@@ -75,8 +75,8 @@ def layers_of(decoder: PreTrainedModel) -> list[Any]:
             raise ValueError(f"{kind} models are not supported: layer {index} needs a {type(layer).__name__}")
     if not any(type(layer) is DynamicLayer for layer in layers):
         raise ValueError(
-            f"{kind}: no layer of this model has full attention (all are {type(layers[0]).__name__}), so every layer is bounded "
-            "already and there is nothing to compress: use transformers' own cache"
+            f"{kind}: no layer of this model has full attention (all are {type(layers[0]).__name__}), so every layer "
+            "is bounded already and there is nothing to compress: use transformers' own cache"
         )
     return layers
 
@@ -95,9 +95,9 @@ VERIFIED = frozenset(
     """
     apertus arcee biogpt bitnet codegen cohere cwm ernie4_5 ernie4_5_moe exaone flex_olmo gemma gemma2 gemma3_text
     glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense
-    hunyuan_v1_moe hyperclovax internlm3 jais2 jetmoe llama minimax_m2 ministral3 mistral mixtral nanochat nemotron olmo olmo2
-    olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
-    """.split()
+    hunyuan_v1_moe hyperclovax internlm3 jais2 jetmoe llama minimax_m2 ministral3 mistral mixtral nanochat nemotron olmo
+    olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+    """.split()  # noqa: SIM905
 )
 """Model types that pass :func:`verify` in kvretain's own tests; others are verified on first use."""
 
@@ -107,9 +107,9 @@ _verified: set[str] = set()
 def verify(model: Any) -> float:
     """Checks on ``model`` itself that an eviction is what it claims to be: the same as hiding the evicted entries.
 
-    Feeds 20 fixed tokens and 9 more, one by one, under a budget of 10 entries that differ from head to head, and compares the
-    logits with one pass of full attention under a mask that hides what was evicted. About 30 tokens of work; the model must be
-    in eval mode.
+    Feeds 20 fixed tokens and 9 more, one by one, under a budget of 10 entries that differ from head to head, and
+    compares the logits with one pass of full attention under a mask that hides what was evicted. About 30 tokens of
+    work; the model must be in eval mode.
 
     Returns:
         The largest difference of logits, divided by the largest effect that hiding had.
@@ -124,8 +124,8 @@ def verify(model: Any) -> float:
         raise ValueError(f"{kind} models are not supported: {type(failure).__name__}: {failure}") from failure
     if not error < 0.2 * effect:
         raise ValueError(
-            f"{kind} models are not supported: after an eviction their logits differ by {error:.2g} from full attention with the "
-            f"evicted entries hidden (hiding them changes logits by {effect:.2g})"
+            f"{kind} models are not supported: after an eviction their logits differ by {error:.2g} from full "
+            f"attention with the evicted entries hidden (hiding them changes logits by {effect:.2g})"
         )
     _verified.add(kind)
     return error / effect

@@ -3,11 +3,11 @@
 Two public hooks of transformers and torch, both taken away when the last cache of a model is gone:
 
 - forward hooks on the decoder tell a cache when one of its passes begins (with the attention mask) and ends;
-- policies that need queries switch the decoder to an attention function registered with ``AttentionInterface`` (and its mask
-  twin), which calls the one that was set before and then hands the queries to the layer.
+- policies that need queries switch the decoder to an attention function registered with ``AttentionInterface`` (and its
+  mask twin), which calls the one that was set before and then hands the queries to the layer.
 
-Within a thread the layer updated last is the one whose attention runs next; that ties queries to a cache, for any number of
-caches on a model.
+Within a thread the layer updated last is the one whose attention runs next; that ties queries to a cache, for any
+number of caches on a model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _registered(base: str) -> str:
 def _tapped(base: str) -> Callable[..., Any]:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         # Eager attention is not registered: each modelling file has its own, under this name.
-        default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        default: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         output = ALL_ATTENTION_FUNCTIONS.get_interface(base, default)(module, query, key, value, mask, **kwargs)
         if getattr(_next, "keys", None) is key:
             layer = _next.layer
@@ -80,7 +80,9 @@ def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     cache = _find(args, kwargs)
     if cache is None:
         return None
-    inputs = next((kwargs[k] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None), args[0] if args else None)
+    inputs = next(
+        (kwargs[k] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None), args[0] if args else None
+    )
     if inputs is None:
         return None  # the model's own error is the clear one
     positional = "attention_mask" not in kwargs and len(args) > 1

@@ -46,11 +46,11 @@ class _Span:
 class Trace:
     """Entries, bytes and evictions at every forward pass of a cache; always on.
 
-    Passes between two evictions are stored as one span, so that the record costs an integer increment per token and a few
-    hundred bytes per eviction, whatever the length of the run.
+    Passes between two evictions are stored as one span, so that the record costs an integer increment per token and a
+    few hundred bytes per eviction, whatever the length of the run.
 
-    Lengths are entries per KV head *after* the pass and its evictions, averaged over the retention layers (sliding-window
-    layers are not counted). :attr:`peak_attended` is what attention had to look at, before eviction.
+    Lengths are entries per KV head *after* the pass and its evictions, averaged over the retention layers
+    (sliding-window layers are not counted). :attr:`peak_attended` is what attention had to look at, before eviction.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
@@ -58,7 +58,9 @@ class Trace:
         """Indices in the model of the layers that are recorded."""
         self._spans: list[_Span] = []
 
-    def record(self, tokens: int, seen: int, kept: tuple[int, ...], evicted: tuple[int, ...], nbytes: tuple[int, ...]) -> None:
+    def record(
+        self, tokens: int, seen: int, kept: tuple[int, ...], evicted: tuple[int, ...], nbytes: tuple[int, ...]
+    ) -> None:
         """Adds a pass; see :class:`Step` for the meaning of the numbers."""
         if self._spans and not any(evicted):
             last = self._spans[-1]
@@ -84,7 +86,8 @@ class Trace:
 
     @property
     def mean_length(self) -> float:
-        """Entries kept per KV head, averaged over retention layers and over all forward passes; 0.0 before the first."""
+        """Entries kept per KV head, averaged over retention layers and over all forward passes; 0.0 before the
+        first."""
         total = 0.0
         for span in self._spans:
             kept = span.first.kept

@@ -13,8 +13,8 @@ class CacheView:
     """One layer's cached entries, in position order, just before an eviction.
 
     Shapes: ``B`` batch rows, ``H`` key/value heads, ``Hq`` query heads (a multiple of ``H``), ``N`` stored entries,
-    ``W`` window queries, ``D`` head size. Padding entries may stand anywhere; they carry position -1 and are never scored:
-    what a scorer returns for them is ignored, but they must not leak into its statistics.
+    ``W`` window queries, ``D`` head size. Padding entries may stand anywhere; they carry position -1 and are never
+    scored: what a scorer returns for them is ignored, but they must not leak into its statistics.
 
     Attributes:
         keys: ``(B, H, N, D)`` as cached, i.e. rotated by RoPE at their original position; the model's dtype.
@@ -23,7 +23,8 @@ class CacheView:
         seen: ``(B,)`` int64, real tokens seen by each row, evicted ones included (the next token's position).
         budget: entries that each row will keep, protected ones included (the largest over rows).
         protected: ``(B, H, N)`` bool, entries that are kept whatever their score (sinks, recent window, prompt).
-        queries: ``(B, Hq, W, D)``, the last queries as they entered attention (rotated), oldest first; None unless needed.
+        queries: ``(B, Hq, W, D)``, the last queries as they entered attention (rotated), oldest first; None unless
+            needed.
         query_valid: ``(B, W)`` bool, False where a row has seen fewer than ``W`` real tokens; None with ``queries``.
         attention: ``(B, H, N)`` float32, attention weight that each entry has received so far, summed over queries and
             over the query heads of its group; None unless needed.
@@ -57,7 +58,8 @@ class CacheView:
         return self.valid & ~self.protected
 
     def logits(self, queries: Tensor) -> Tensor:
-        """Attention logits ``(B, H, G, W, N)`` float32 of ``queries (B, Hq, W, D)``; ``G`` query heads a group. No mask."""
+        """Attention logits ``(B, H, G, W, N)`` float32 of ``queries (B, Hq, W, D)``; ``G`` query heads a group. No
+        mask."""
         batch, heads, _, size = self.keys.shape
         grouped = queries.reshape(batch, heads, -1, queries.shape[-2], size).to(torch.float32)
         logits = self.scaling * torch.matmul(grouped, self.keys.to(torch.float32).transpose(-1, -2).unsqueeze(2))

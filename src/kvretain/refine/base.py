@@ -12,8 +12,8 @@ from ..registry import Registry
 class Refiner(ABC):
     """Corrects scores just before selection. A frozen dataclass of flat hyper-parameters; no state.
 
-    Invariants: the shape and the float32 dtype stay; entries marked ``protected`` neither change nor influence the others;
-    refinement always starts from fresh scores, so corrections never compound over evictions.
+    Invariants: the shape and the float32 dtype stay; entries marked ``protected`` neither change nor influence the
+    others; refinement always starts from fresh scores, so corrections never compound over evictions.
     """
 
     @abstractmethod

@@ -15,8 +15,8 @@ from ..registry import Registry
 class Scorer(ABC):
     """How useful is each entry? A pure function of a :class:`~kvretain.cache.view.CacheView`.
 
-    A subclass is a frozen dataclass whose fields are its hyper-parameters (flat: numbers, strings, booleans, None), validated
-    in ``__post_init__`` with a ``ValueError``. It holds no state and imports no model.
+    A subclass is a frozen dataclass whose fields are its hyper-parameters (flat: numbers, strings, booleans, None),
+    validated in ``__post_init__`` with a ``ValueError``. It holds no state and imports no model.
 
     Invariants: scores are float32, finite, higher = keep; a row's scores do not depend on the other rows of the batch,
     nor on padding entries.
@@ -50,8 +50,8 @@ class Scorer(ABC):
     def nonnegative(self, scores: Tensor, candidates: Tensor) -> Tensor:
         """``scores (B, H, N)`` shifted to be >= 0, for refiners that discount by multiplication.
 
-        Signed scores lose their per-head minimum over ``candidates (B, H, N)``; entries that are not candidates are clamped
-        at 0 (they are never discounted). Scores of a scorer that is not ``signed`` come back as they are.
+        Signed scores lose their per-head minimum over ``candidates (B, H, N)``; entries that are not candidates are
+        clamped at 0 (they are never discounted). Scores of a scorer that is not ``signed`` come back as they are.
         """
         if not self.signed:
             return scores

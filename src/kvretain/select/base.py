@@ -12,8 +12,8 @@ from ..registry import Registry
 class Selector(ABC):
     """Which entries stay? A frozen dataclass of flat hyper-parameters; no state.
 
-    Invariants: exactly ``keep`` distinct indices, ascending; protected entries come first, then by falling worth; ties go to
-    the lowest index; the same inputs give the same set on every device and dtype.
+    Invariants: exactly ``keep`` distinct indices, ascending; protected entries come first, then by falling worth; ties
+    go to the lowest index; the same inputs give the same set on every device and dtype.
     """
 
     @abstractmethod
