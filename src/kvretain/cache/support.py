@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +96,7 @@ VERIFIED = frozenset(
     """
     apertus arcee biogpt bitnet codegen cohere cwm ernie4_5 ernie4_5_moe exaone flex_olmo gemma gemma2 gemma3_text
     glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense
-    hunyuan_v1_moe hyperclovax internlm3 jais2 jetmoe llama minimax_m2 ministral3 mistral mixtral nanochat nemotron olmo
+    hunyuan_v1_moe hyperclovax internlm3 jais2 llama minimax_m2 ministral3 mistral mixtral nanochat nemotron olmo
     olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
     """.split()  # noqa: SIM905
 )
@@ -149,10 +150,12 @@ def _verify(model: Any) -> tuple[float, float]:
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = (torch.arange(29, device=model.device) * 7919 % (vocabulary - 3) + 3)[None]
     total = tokens.shape[1]
+    # transformers renamed the argument between releases.
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     logits, visible = [], []
     for start, stop in [(0, 20), *((i, i + 1) for i in range(20, total))]:
         kept = layer.positions[0].cpu() if start else None
-        logits.append(model(tokens[:, start:stop], past_key_values=cache).logits[0].float())
+        logits.append(model(tokens[:, start:stop], **{argument: cache}).logits[0].float())
         heads = layer.positions.shape[1]
         for own in range(start, stop):
             row = torch.zeros(heads, total, dtype=torch.bool)
