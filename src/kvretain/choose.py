@@ -10,6 +10,7 @@ from torch import Tensor
 from .cache.view import CacheView
 from .policy import Policy
 from .scores import scorers
+from .select.allocate import compete
 from .select.scope import combine_heads, combine_layers
 
 
@@ -38,6 +39,41 @@ def choose(
     shared = [combine_heads(s, v.candidates, policy.combine) for s, v in zip(refined, views, strict=True)]
     chosen = _select(policy, combine_layers(shared), views[0], counts)
     return [chosen.to(view.keys.device) for view in views]
+
+
+def choose_unequal(
+    policy: Policy,
+    views: Sequence[CacheView],
+    ratio: float | Tensor,
+    counts: Sequence[int],
+) -> list[Tensor]:
+    """As :func:`choose`, for policies under which heads or layers keep different numbers of entries.
+
+    Args:
+        policy: a ``ragged`` one.
+        views: the layers that choose together: one, or all for the scope ``model-heads``.
+        ratio: fraction removed of the tokens seen, for refiners; a number or ``(B,)``.
+        counts: ``B`` numbers: real entries that each row keeps per head, averaged over the heads of the views.
+
+    Returns:
+        Per view, which entries stay, ``(B, H, N)`` bool.
+
+    Raises:
+        ValueError: as :func:`choose`.
+    """
+    refined = [_scores(policy, view, ratio) for view in views]
+    if policy.competes:
+        masked = [s.masked_fill(~v.valid, -torch.inf) for s, v in zip(refined, views, strict=True)]
+        return compete(masked, [v.protected for v in views], counts, policy.floor)
+    masks = []
+    for scores, view in zip(refined, views, strict=True):
+        shared = combine_heads(scores, view.candidates, policy.combine) if policy.scope == "layer" else scores
+        available = view.valid[:, 0].sum(-1).tolist()
+        index = _select(policy, shared, view, [min(c, n) for c, n in zip(counts, available, strict=True)])
+        mask = torch.zeros(*index.shape[:2], view.positions.shape[2] + 1, dtype=torch.bool, device=index.device)
+        # A leading -1 of a row that keeps less lands in the extra column.
+        masks.append(mask.scatter_(2, index.remainder(mask.shape[2]), True)[..., :-1].expand_as(view.positions))
+    return masks
 
 
 def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:

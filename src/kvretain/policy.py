@@ -23,9 +23,21 @@ from .scores import Scorer, scorers
 from .select import Selector, selectors
 from .select.scope import COMBINE
 
-SCOPES = ("head", "layer", "model")
-"""``head``: each KV head keeps its own set. ``layer``: one set for all heads of a layer. ``model``: one set for all
-layers and heads, evicted when the last layer is done."""
+SCOPES: dict[str, tuple[str, ...]] = {
+    "head": ("layers", "beta"),
+    "layer": ("combine", "layers", "beta"),
+    "model": ("combine",),
+    "shared": ("floor", "layers", "beta"),
+    "model-heads": ("floor",),
+}
+"""Who shares one budget or one set, and the arguments of each.
+
+``head``: each KV head keeps its own set. ``layer``: one set for all heads of a layer. ``model``: one set for all layers
+and heads, evicted when the last layer is done. ``shared``: the heads of a layer compete for its budget, so that their
+numbers of entries differ. ``model-heads``: all heads of all layers compete. A ``budget`` is then the mean per head."""
+
+LAYERS = ("equal", "pyramid")
+"""How the budget is split between layers, see :func:`kvretain.select.allocate.layer_budgets`."""
 
 _PART = re.compile(r"\s*([+/@]?)\s*([A-Za-z_][\w-]*)\s*(\((?:[^()]|\([^()]*\))*\))?\s*")
 
@@ -53,6 +65,9 @@ class Policy:
         scope: who shares one set, see :data:`SCOPES`.
         combine: for the scopes ``layer`` and ``model``, how scores of heads (and layers) become one, see
             :func:`kvretain.select.scope.combine_heads`.
+        floor: for the scopes ``shared`` and ``model-heads``, the share of the mean budget that every head is sure of
+            (AdaKV's safeguard, arXiv 2407.11550, which sets it to 0.2).
+        layers: ``equal`` budgets for all layers, or a ``pyramid`` (PyramidKV, arXiv 2406.02069) of steepness ``beta``.
 
     Raises:
         ValueError: an unknown name, argument or scope; the message lists the valid ones.
@@ -63,12 +78,52 @@ class Policy:
     selector: Selector = dataclasses.field(default_factory=lambda: selectors["topk"]())
     scope: str = "head"
     combine: str = "zscore"
+    floor: float = 0.0
+    layers: str = "equal"
+    beta: float = 20.0
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise ValueError(f"unknown scope {self.scope!r}; valid: {', '.join(SCOPES)}")
         if self.combine not in COMBINE:
             raise ValueError(f"unknown combine {self.combine!r}; valid: {', '.join(COMBINE)}")
+        if self.layers not in LAYERS:
+            raise ValueError(f"unknown layers {self.layers!r}; valid: {', '.join(LAYERS)}")
+        for name, low, high in (("floor", 0, 1), ("beta", 1, float("inf"))):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ValueError(f"{name} is a number from {low} to {high}, not {value!r}")
+        for name in ("combine", "floor", "layers", "beta"):
+            if name not in SCOPES[self.scope] and getattr(self, name) != getattr(type(self), name):
+                valid = ", ".join(SCOPES[self.scope]) or "none"
+                raise ValueError(f"scope {self.scope!r} takes no {name!r}; valid: {valid}")
+        if self.competes and self.selector != selectors["topk"]():
+            raise ValueError(f"with the scope {self.scope!r} heads compete by score: only the selector 'topk' fits")
+        if self.ragged and "attention" in self.needs:
+            raise ValueError(
+                "a scorer that accumulates attention needs equal numbers of entries, which the scope "
+                f"{self.scope!r}{' with a pyramid' if self.layers != 'equal' else ''} does not give"
+            )
+
+    @property
+    def competes(self) -> bool:
+        """Whether heads compete for one budget, so that their numbers of entries differ."""
+        return self.scope in ("shared", "model-heads")
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads or layers store different numbers of entries."""
+        return self.competes or self.layers != "equal"
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether all layers choose together, when the last one is done."""
+        return self.scope in ("model", "model-heads")
+
+    @property
+    def tapped(self) -> bool:
+        """Whether the model's attention must be reached: to observe queries, or to attend over unequal heads."""
+        return bool(self.needs) or self.ragged
 
     @property
     def needs(self) -> frozenset[str]:
@@ -118,7 +173,7 @@ class Policy:
             given["selector"] = _build(selectors, *parts["/"])
         if "@" in parts:
             given["scope"], scope_args = parts["@"]
-            valid = [] if given["scope"] == "head" else ["combine"]
+            valid = list(SCOPES.get(given["scope"], scope_args))  # an unknown scope is the error to report
             if unknown := [name for name in scope_args if name not in valid]:
                 raise ValueError(
                     f"scope {given['scope']!r} takes no {unknown[0]!r}; valid: {', '.join(valid) or 'none'}"
@@ -134,10 +189,11 @@ class Policy:
             text += "+" + _text(refiners, self.refiner)
         if self.selector != selectors["topk"]():
             text += "/" + _text(selectors, self.selector)
-        combine = "" if self.combine == "zscore" else f'(combine="{self.combine}")'
+        changed = [n for n in SCOPES[self.scope] if getattr(self, n) != getattr(type(self), n)]
+        arguments = ", ".join(f"{n}={getattr(self, n)!r}" for n in changed)
         # A preset may share its scorer's name and have another scope: then even the default scope is spelled out.
-        if self.scope != "head" or (text in presets and presets[text].text != text):
-            text += f"@{self.scope}{combine}"
+        if self.scope != "head" or arguments or (text in presets and presets[text].text != text):
+            text += f"@{self.scope}" + (f"({arguments})" if arguments else "")
         return text
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,7 +201,8 @@ class Policy:
         flat: dict[str, Any] = {"scorer": "full"} if self.scorer is None else _flat("scorer", scorers, self.scorer)
         if self.refiner is not None:
             flat |= _flat("refiner", refiners, self.refiner)
-        return flat | _flat("selector", selectors, self.selector) | {"scope": self.scope, "combine": self.combine}
+        scope = {name: getattr(self, name) for name in ("scope", *SCOPES[self.scope])}
+        return flat | _flat("selector", selectors, self.selector) | scope
 
     @classmethod
     def from_dict(cls, flat: dict[str, Any]) -> Policy:
@@ -170,10 +227,10 @@ class Policy:
                 given[kind] = None
             elif name is not None:
                 given[kind] = _build(registry, name, arguments)
-        if unknown := set(flat) - {"scope", "combine"}:
+        if unknown := set(flat) - {"scope", "combine", "floor", "layers", "beta"}:
             raise ValueError(
                 f"unknown policy keys {sorted(unknown)}; valid: scorer, refiner, selector (and their "
-                "dotted arguments), scope, combine"
+                "dotted arguments), scope, combine, floor, layers, beta"
             )
         return cls(**given, **flat)
 
@@ -242,7 +299,7 @@ presets: dict[str, Preset] = {
         ),
         Preset(
             "tova",
-            'tova@layer(combine="mean")',
+            "tova@layer(combine='mean')",
             "TOVA, arXiv 2401.06104",
             "The last query's attention, averaged over all heads of a layer, one set per layer. Deviation: evicts "
             "every `every` tokens, not at every token (set every=1 for the paper's cadence).",
@@ -254,6 +311,20 @@ presets: dict[str, Preset] = {
             "Attention of the last 8 queries, max-pooled by 7; the window is kept. As R-KV and TriAttention run "
             "it at decode time. Deviations from the paper: window 8 (16 to 64 there), maximum over the query group, "
             "4 sinks protected.",
+        ),
+        Preset(
+            "pyramidkv",
+            "snapkv@head(layers='pyramid')",
+            "PyramidKV, arXiv 2406.02069",
+            "SnapKV with budgets that fall from the first layer to the last. Deviations: those of snapkv; the budgets' "
+            "mean is the budget asked for.",
+        ),
+        Preset(
+            "adakv",
+            "snapkv@shared(floor=0.2)",
+            "AdaKV, arXiv 2407.11550",
+            "SnapKV's scores; the heads of a layer compete for its budget, each sure of a fifth of the mean. "
+            "Deviations: those of snapkv.",
         ),
         Preset(
             "snapkv+hub",

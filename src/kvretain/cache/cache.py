@@ -15,6 +15,7 @@ from ..policy import Policy
 from . import support, tap
 from .budget import Budget
 from .layer import RetentionLayer
+from .ragged import RaggedLayer
 from .session import Session
 from .trace import Trace
 
@@ -84,8 +85,16 @@ class RetentionCache(Cache):
     def _build(cls, model: Any, policy: Policy, limit: Budget | None) -> RetentionCache:
         decoder = support.decoder_of(model)
         layers = support.layers_of(decoder)
-        session = Session(policy, limit, len(layers))
-        layers = [RetentionLayer(session, i) if type(old) is DynamicLayer else old for i, old in enumerate(layers)]
+        if policy.ragged and "flex" in str(decoder.config._attn_implementation):
+            raise ValueError(
+                f"the policy {str(policy)!r} keeps unequal numbers of entries, which flex_attention cannot serve: "
+                'model.set_attn_implementation("sdpa") first'
+            )
+        full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        session = Session(policy, limit, len(layers), len(full))
+        kind = RaggedLayer if policy.ragged else RetentionLayer
+        for rank, index in enumerate(full):
+            layers[index] = kind(session, index, rank)
         cache = cls(layers=layers)
         cache.policy, cache._session = policy, session
         cache._new_trace()
@@ -102,10 +111,9 @@ class RetentionCache(Cache):
         self.trace = Trace(tuple(layer.index for layer in self._retained))
 
     def _attach(self, decoder: nn.Module) -> None:
-        tapped = bool(self.policy.needs)
-        self._attachment = tap.attach(decoder, tapped)
+        self._attachment = tap.attach(decoder, self.policy.tapped)
         # The hooks find the cache in the call's arguments and hold no reference to it, so it can die.
-        weakref.finalize(self, self._attachment.release, tapped)
+        weakref.finalize(self, self._attachment.release, self.policy.tapped)
 
     @property
     def _retained(self) -> list[RetentionLayer]:
@@ -150,7 +158,7 @@ class RetentionCache(Cache):
         plan = session.plan
         if plan is None:
             return
-        missed = tap.forget()
+        missed = tap.forget() or (self.policy.tapped and any(layer._observed != layer.seen for layer in layers))
         if missed or any(layer.seen != session.columns.seen for layer in layers):
             if not missed:
                 raise ValueError("not every layer of the model has updated the cache in this pass; call reset()")
@@ -160,16 +168,76 @@ class RetentionCache(Cache):
                 "(`kvretain policies` lists them)"
             )
         if plan.evict:
-            if self.policy.scope == "model":
+            if self.policy.whole_model:
                 session.evict(layers)
             else:
                 for layer in layers:
-                    if layer.kept == session.kept + plan.columns:
+                    if not layer.settled:
                         session.evict([layer])
         evicted = tuple(layer.evicted if plan.evict else 0 for layer in layers)
         kept, nbytes = tuple(layer.kept for layer in layers), tuple(layer.nbytes for layer in layers)
         self.trace.record(plan.columns, session.columns.seen, kept, evicted, nbytes)
         session.end()
+
+    def compress(
+        self,
+        policy: str | Policy,
+        *,
+        budget: int | None = None,
+        ratio: float | None = None,
+        sinks: int | None = None,
+        recent: int | None = None,
+    ) -> None:
+        """Evicts now, between two passes, by ``policy``; the cache's own policy and budget rule again afterwards.
+
+        On a cache that has evicted nothing yet, the entries that stay are bitwise those that a cache of ``policy``
+        keeps after the same pass. So one prefill serves many policies: record it in a cache that evicts nothing
+        (``"full"``, or ``ratio=0`` of a policy that collects what the others need), ``copy.deepcopy`` it, compress the
+        copy.
+
+        In the trace an eviction is a step of its own, with 0 tokens.
+
+        Args:
+            policy: a policy text or :class:`Policy`; ``full`` evicts nothing.
+            budget, ratio, sinks, recent: as in :meth:`for_model`. ``ratio`` counts all tokens seen, evicted ones
+                included.
+
+        Raises:
+            ValueError: what :meth:`for_model` refuses; queries or attention that ``policy`` needs and this cache's own
+                policy does not collect; an unfinished pass. Nothing has changed then.
+
+        Example:
+            >>> cache = RetentionCache.for_model(model, "snapkv", ratio=0)      # doctest: +SKIP
+            >>> model(prompt, past_key_values=cache)                            # doctest: +SKIP
+            >>> short = copy.deepcopy(cache)                                    # doctest: +SKIP
+            >>> short.compress("snapkv+hub@layer", ratio=0.9)                   # doctest: +SKIP
+        """
+        policy = Policy.parse(policy) if not isinstance(policy, Policy) else policy
+        scorer, own = policy.scorer, self.policy.scorer
+        if scorer is None:
+            return
+        if policy.ragged and not self.policy.ragged:
+            raise ValueError(
+                f"the policy {str(policy)!r} keeps unequal numbers of entries, for which a cache of the policy "
+                f"{str(self.policy)!r} has no storage: make the cache with {str(policy)!r} and ratio=0"
+            )
+        limit = Budget(budget, ratio, sinks=sinks, recent=recent)
+        collected, window = self.policy.needs, own.window if own else 0
+        if missing := sorted(policy.needs - collected):
+            raise ValueError(
+                f"the policy {str(policy)!r} needs the {' and '.join(missing)} of earlier passes, which a cache of the "
+                f"policy {str(self.policy)!r} does not collect: make the cache with {str(policy)!r} and ratio=0"
+            )
+        if "queries" in policy.needs and scorer.window > window:
+            raise ValueError(
+                f"the policy {str(policy)!r} needs the last {scorer.window} queries; a cache of the policy "
+                f"{str(self.policy)!r} collects {window}"
+            )
+        support.check_verified(self._attachment.decoder)
+        layers = self._retained
+        if self._session.columns.seen and self._session.compress(layers, policy, limit):
+            evicted, kept = tuple(layer.evicted for layer in layers), tuple(layer.kept for layer in layers)
+            self.trace.record(0, self._session.columns.seen, kept, evicted, tuple(layer.nbytes for layer in layers))
 
     # Size
 
@@ -180,14 +248,17 @@ class RetentionCache(Cache):
         After a multi-token pass that is exactly what is kept; while decoding it is ``budget + every`` entries.
         Bookkeeping (positions, and for some policies a few queries or one number per entry) is not counted.
         """
-        storages = {}
+        total, storages = 0, {}
         for layer in self.layers:
+            if isinstance(layer, RetentionLayer):
+                total += layer.nbytes
+                continue
             for name in ("keys", "values"):
                 tensor = getattr(layer, name, None)
                 if isinstance(tensor, Tensor):
                     storage = tensor.untyped_storage()
                     storages[storage.data_ptr(), tensor.device] = storage.nbytes()
-        return sum(storages.values())
+        return total + sum(storages.values())
 
     def check_integrity(self) -> None:
         """Checks the invariants that tests and bug reports rely on; costs a look at every entry's position.
@@ -202,16 +273,20 @@ class RetentionCache(Cache):
             if layer.keys is None:
                 assert layer.kept == 0, f"{where}: nothing stored, kept {layer.kept}"
                 continue
-            assert layer.kept == session.kept, f"{where}: kept {layer.kept}, session {session.kept}"
-            assert layer.keys.shape[:3] == layer.values.shape[:3] == layer.positions.shape, f"{where}: shapes differ"
-            assert layer.keys.shape[2] == layer.kept, f"{where}: storage shorter than kept"
+            keys, values = layer._all()
             positions = layer.positions
+            assert keys.shape[:3] == values.shape[:3] == positions.shape, f"{where}: shapes differ"
+            if not isinstance(layer, RaggedLayer):
+                assert layer.kept == session.kept, f"{where}: kept {layer.kept}, session {session.kept}"
+                assert keys.shape[2] == layer.kept, f"{where}: storage shorter than kept"
             real = session.columns.counts(positions.shape[0], positions.device)[:, None, None]
             assert bool(((positions >= -1) & (positions < real)).all()), f"{where}: position out of range"
             running = torch.where(positions < 0, -1, positions).cummax(-1).values
             later = (positions[..., 1:] > running[..., :-1]) | (positions[..., 1:] < 0)
             assert bool(later.all()), f"{where}: positions are not strictly ascending"
             counts = (positions >= 0).sum(-1)
+            if isinstance(layer, RaggedLayer):
+                continue
             stored = torch.tensor(session.stored or (layer.kept,) * positions.shape[0], device=positions.device)
             assert bool((counts == stored[:, None]).all()), f"{where}: real entries differ from the session's count"
             limit = session.budget.tokens if session.budget else None

@@ -28,7 +28,7 @@ class RetentionLayer(CacheLayerMixin):
     Tensors are stored detached: the cache is for inference.
 
     Attributes:
-        index: the layer's index in the model.
+        index: the layer's index in the model; ``rank`` its index among the retention layers.
         kept: entries stored per head; ``seen`` columns seen (padding and evicted ones included).
     """
 
@@ -36,10 +36,11 @@ class RetentionLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, session: Session, index: int) -> None:
+    def __init__(self, session: Session, index: int, rank: int) -> None:
         super().__init__()
         self.session = session
         self.index = index
+        self.rank = rank
         self.reset()
 
     def reset(self) -> None:
@@ -47,9 +48,9 @@ class RetentionLayer(CacheLayerMixin):
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self.is_initialized = False
-        self.kept = 0
+        self._filled = 0
         self.seen = 0
-        self.evicted = 0
+        self.evicted: float = 0
         self.nbytes = 0
         self._transient = False
         # Positions are stored for the entries that survived an eviction; later ones are the last columns seen.
@@ -61,6 +62,7 @@ class RetentionLayer(CacheLayerMixin):
         self._attention: Tensor | None = None
         self._scaling = 1.0
         self._softcap: float | None = None
+        self._observed = 0
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -69,11 +71,16 @@ class RetentionLayer(CacheLayerMixin):
 
     # Storage
 
+    @property
+    def kept(self) -> float:
+        """Entries stored per head."""
+        return self._filled
+
     def _get_keys(self) -> Tensor | None:
-        return None if self._keys is None else self._keys[:, :, : self.kept]
+        return None if self._keys is None else self._keys[:, :, : self._filled]
 
     def _get_values(self) -> Tensor | None:
-        return None if self._values is None else self._values[:, :, : self.kept]
+        return None if self._values is None else self._values[:, :, : self._filled]
 
     def _set_keys(self, keys: Tensor | None) -> None:
         self._keys = keys
@@ -89,12 +96,13 @@ class RetentionLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes shapes, dtype and device from the first keys ``(B, H, n, D)`` and values ``(B, H, n, Dv)``."""
-        self._store(
-            key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3]),
-            value_states.new_empty(*value_states.shape[:2], 0, value_states.shape[3]),
-        )
+        self._empty(key_states, value_states)
         self.device = key_states.device
         self.is_initialized = True
+
+    def _empty(self, keys: Tensor, values: Tensor) -> None:
+        """Storage for no entry, with the shapes and dtypes of ``keys`` and ``values`` otherwise."""
+        self._store(*(t.new_empty(*t.shape[:2], 0, t.shape[3]) for t in (keys, values)))
 
     def _store(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = keys, values
@@ -106,8 +114,17 @@ class RetentionLayer(CacheLayerMixin):
         assert keys is not None and values is not None
         larger = [old.new_empty(*old.shape[:2], capacity, old.shape[3]) for old in (keys, values)]
         for new, old in zip(larger, (keys, values), strict=True):
-            new[:, :, : self.kept] = old
+            new[:, :, : self._filled] = old
         self._store(*larger)
+
+    def _capacity(self, target: int) -> int:
+        """Slots to reserve for decoding when ``target`` entries fit the budget."""
+        return max(target, self._filled) + (self.session.budget.every if self.session.budget else 128)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the layer has evicted in the pass under way."""
+        return self._tail == self.seen
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores new keys ``(B, H, n, D)`` and values ``(B, H, n, Dv)``; returns what the attention of this pass sees.
@@ -123,29 +140,29 @@ class RetentionLayer(CacheLayerMixin):
             )
         key_states, value_states = key_states.detach(), value_states.detach()
         self._check(key_states, value_states)
-        new, total = plan.columns, self.kept + plan.columns
+        new, total = plan.columns, self._filled + plan.columns
         assert self._keys is not None and self._values is not None
         if total > self._keys.shape[2] and not plan.prefill:
-            self._reserve(max(plan.target, self.kept) + (self.session.budget.every if self.session.budget else 128))
+            self._reserve(self._capacity(plan.target))
         if total <= self._keys.shape[2]:
-            self._keys[:, :, self.kept : total] = key_states
-            self._values[:, :, self.kept : total] = value_states
-        elif plan.evict and self.kept == 0:
+            self._keys[:, :, self._filled : total] = key_states
+            self._values[:, :, self._filled : total] = value_states
+        elif plan.evict and self._filled == 0:
             # Most of it is about to go: no copy is made of the model's own tensors.
             self._store(key_states, value_states)
             self._transient = True
         else:
             self._store(
-                torch.cat([self._keys[:, :, : self.kept], key_states], 2),
-                torch.cat([self._values[:, :, : self.kept], value_states], 2),
+                torch.cat([self._keys[:, :, : self._filled], key_states], 2),
+                torch.cat([self._values[:, :, : self._filled], value_states], 2),
             )
             self._transient = plan.evict
-        self.kept = total
+        self._filled = total
         self.seen += new
         keys, values = self._keys[:, :, :total], self._values[:, :, :total]
-        if self.session.policy.needs:
+        if self.session.policy.tapped:
             tap.expect(self, keys)
-        elif plan.evict and self._transient and self.session.policy.scope != "model":
+        elif plan.evict and self._transient and not self.session.policy.whole_model:
             # Attention holds the long tensors; the layer lets go of them now, so that only one layer's are alive at a
             # time. What was written in place is still being read and is compacted when the pass ends.
             self.session.evict([self])
@@ -167,13 +184,15 @@ class RetentionLayer(CacheLayerMixin):
 
     # Observation (through the tap) and eviction
 
-    def observe(self, query: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None) -> None:
+    frozen = False
+    """Whether entries are stored that the keys returned by :meth:`update` do not hold."""
+
+    def observe(self, query: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None) -> None:
         """Called after the attention of this pass with its queries ``(B, Hq, n, D)``; then evicts if it is time."""
         session = self.session
         plan, scorer = session.plan, session.policy.scorer
         assert plan is not None and scorer is not None
-        self._scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        self._softcap = softcap
+        self._scaling, self._softcap, self._observed = scaling, softcap, self.seen
         query = query.detach()
         positions = session.columns.positions(self.seen - plan.columns, self.seen, query.device)
         padded = session.columns.real is not None and bool((positions < 0).any())
@@ -181,7 +200,7 @@ class RetentionLayer(CacheLayerMixin):
             self._remember(query, positions >= 0 if padded else None, scorer.window)
         if "attention" in scorer.needs:
             self._accumulate(query, positions >= 0 if padded else None, sinks)
-        if plan.evict and session.policy.scope != "model":
+        if plan.evict and not session.policy.whole_model:
             session.evict([self])
 
     def _remember(self, query: Tensor, valid: Tensor | None, size: int) -> None:
@@ -238,8 +257,8 @@ class RetentionLayer(CacheLayerMixin):
 
     def view(self) -> CacheView:
         """The layer's entries as a scorer sees them now."""
-        session, keys, values = self.session, self.keys, self.values
-        assert keys is not None and values is not None and session.plan is not None
+        session, (keys, values) = self.session, self._all()
+        assert session.plan is not None
         batch, device, plan = keys.shape[0], keys.device, session.plan
         positions, seen = self.positions, session.columns.counts(batch, device)
         sinks, recent = (torch.tensor(n, device=device)[:, None, None] for n in (plan.sinks, plan.recent))
@@ -257,12 +276,18 @@ class RetentionLayer(CacheLayerMixin):
             protected=protected & (positions >= 0),
             queries=None if self._window is None else self._window[:, :, order],
             query_valid=None if self._window_valid is None else self._window_valid[:, order],
-            attention=None if self._attention is None else self._attention[:, :, : self.kept],
+            attention=None if self._attention is None else self._attention[:, :, : self._filled],
             scaling=self._scaling,
             softcap=self._softcap,
             layer=self.index,
             num_layers=session.num_layers,
         )
+
+    def _all(self) -> tuple[Tensor, Tensor]:
+        """All stored keys ``(B, H, N, D)`` and values, in position order."""
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        return keys, values
 
     def keep(self, index: Tensor) -> None:
         """Evicts all entries but those at ``index (B, H or 1, K)``, ascending; a leading -1 is a padding slot."""
@@ -274,18 +299,18 @@ class RetentionLayer(CacheLayerMixin):
             positions = positions.expand(-1, max(index.shape[1], positions.shape[1]), -1)
         self._positions = positions.gather(2, slots.expand(-1, positions.shape[1], -1)).masked_fill(index < 0, -1).int()
         wide = slots.expand(-1, heads, -1)
-        if self._attention is not None:
-            self._attention[:, :, :kept] = self._attention.gather(2, wide)
+        attention = None if self._attention is None else self._attention.gather(2, wide)
         chosen = [t.gather(2, wide[..., None].expand(-1, -1, -1, t.shape[3])) for t in (self._keys, self._values)]
         if plan.prefill:
             self._store(*chosen)
-            if self._attention is not None:
-                self._attention = self._attention[:, :, :kept].clone()
+            self._attention = attention
         else:
             self._keys[:, :, :kept], self._values[:, :, :kept] = chosen
+            if self._attention is not None and attention is not None:
+                self._attention[:, :, :kept] = attention
         self._transient = False
-        self.evicted = self.kept - kept
-        self.kept = kept
+        self.evicted = self._filled - kept
+        self._filled = kept
         self._tail = self.seen
 
     # Positions and lengths
@@ -315,7 +340,7 @@ class RetentionLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """``(kept + query_length, seen - kept)``: how many entries attention sees, and the mask column of the first."""
-        return self.kept + query_length, self.seen - self.kept
+        return self._filled + query_length, self.seen - self._filled
 
     def get_max_length(self) -> int:
         """-1: any number of tokens can be fed."""
@@ -326,7 +351,7 @@ class RetentionLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last ``-tokens_to_remove`` columns back; the session has checked that this can be right."""
         if tokens_to_remove < 0 and self.is_initialized:
-            self.kept += tokens_to_remove
+            self._filled += tokens_to_remove
             self.seen += tokens_to_remove
 
     def select(self, rows: Tensor) -> None:

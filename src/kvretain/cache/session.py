@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..choose import choose
+from ..choose import choose, choose_unequal
 from ..policy import Policy
+from ..select.allocate import layer_budgets
 from .budget import Budget
 from .columns import Columns
+from .view import CacheView
 
 if TYPE_CHECKING:
     from .layer import RetentionLayer
@@ -23,7 +25,7 @@ class Plan:
     """One forward pass: what comes in and, known from its start, what will have to go.
 
     Attributes:
-        columns: new columns, padding included.
+        columns: new columns, padding included; 0 outside a forward pass (:meth:`Session.compress`).
         prefill: more than one column, or the first of all: a prompt, a chunk of it, or a new turn.
         evict: whether entries are evicted after the attention of this pass.
         target: entries per head that fit (largest over rows); storage is reserved for ``target + every`` of them.
@@ -49,6 +51,7 @@ class Session:
 
     Attributes:
         policy, budget: what to keep and how much; ``budget`` is None for the policy ``full``.
+        num_layers, retained: layers of the model, and how many of them are retention layers.
         batch: rows, once known.
         plan: the forward pass under way, None between passes.
         kept: entries per head that every retention layer holds between passes.
@@ -61,6 +64,7 @@ class Session:
     policy: Policy
     budget: Budget | None
     num_layers: int
+    retained: int
     columns: Columns = field(default_factory=Columns)
     batch: int | None = None
     plan: Plan | None = None
@@ -73,7 +77,7 @@ class Session:
 
     def reset(self) -> None:
         """Forgets what was seen."""
-        self.__dict__.update(Session(self.policy, self.budget, self.num_layers).__dict__)
+        self.__dict__.update(Session(self.policy, self.budget, self.num_layers, self.retained).__dict__)
 
     def begin(self, columns: int, batch: int, mask: Tensor | None) -> Tensor | None:
         """Starts a forward pass of ``columns`` new columns; returns the 2-D attention mask that attention must use.
@@ -132,7 +136,7 @@ class Session:
 
     def _plan(self, columns: int, stored: tuple[int, ...] | None, real: list[int] | None) -> Plan:
         kept, seen = self.kept + columns, self.columns.seen + columns
-        prefill = columns > 1 or self.columns.seen == 0
+        prefill = columns != 1 or self.columns.seen == 0
         if self.budget is None:
             return Plan(columns, prefill, False, kept, kept)
         targets = [self.budget.keep(n) for n in real or [seen]]
@@ -189,10 +193,57 @@ class Session:
 
     def evict(self, layers: Sequence[RetentionLayer]) -> None:
         """Evicts from ``layers``, which choose together."""
+        for layer, selection in zip(layers, self._choose(layers), strict=True):
+            layer.keep(selection)
+
+    def _choose(self, layers: Sequence[RetentionLayer]) -> list[Tensor]:
+        """What stays in each of ``layers``, which choose together: indices, or masks if heads or layers differ."""
         assert self.plan is not None
-        chosen = choose(self.policy, [layer.view() for layer in layers], self.ratio, self.plan.counts)
-        for layer, index in zip(layers, chosen, strict=True):
-            layer.keep(index)
+        views, counts = [layer.view() for layer in layers], self.plan.counts
+        if not self.policy.ragged:
+            return choose(self.policy, views, self.ratio, counts)
+        rows = counts if isinstance(counts, tuple) else (counts,) * views[0].keys.shape[0]
+        if not self.policy.whole_model:
+            rows = tuple(self.layer_budget(layers[0].rank, row, views[0]) for row in rows)
+        return choose_unequal(self.policy, views, self.ratio, rows)
+
+    def layer_budget(self, rank: int, mean: int, view: CacheView) -> int:
+        """Entries per head of the ``rank``-th retention layer when ``mean`` is their average over layers."""
+        lowest = min(int(view.protected.sum(-1).max()), mean)
+        # At the first eviction all layers have equally many entries, and none can keep more than it has.
+        highest = 2 * mean if self.evicted_at else max(mean, view.keys.shape[2])
+        kind, beta = self.policy.layers, self.policy.beta
+        return layer_budgets(kind, mean, self.retained, lowest=lowest, highest=highest, beta=beta)[rank]
+
+    def compress(self, layers: Sequence[RetentionLayer], policy: Policy, budget: Budget) -> bool:
+        """Evicts between two passes, by another policy and budget; tells whether anything had to go.
+
+        Raises:
+            ValueError: a pass is unfinished, more protected entries than fit, more entries than the cache's own budget,
+                or bad scores. Nothing has changed then, unless a layer has evicted before another one's scores were
+                found bad: then the pass counts as unfinished.
+        """
+        if self.plan is not None:
+            raise ValueError("a forward pass with this cache did not finish, so its layers disagree; call reset()")
+        own = self.policy, self.budget
+        self.policy, self.budget = policy, budget
+        kept = [layer.kept for layer in layers]
+        try:
+            self.plan = self._plan(0, self.stored, None if self.mask is None else self.mask.sum(-1).tolist())
+            if not self.plan.evict:
+                return False
+            if own[1] is not None and own[1].tokens is not None and self.plan.target > own[1].tokens:
+                raise ValueError(
+                    f"cannot compress to {self.plan.target} entries: the cache's budget is {own[1].tokens}"
+                )
+            for group in [list(layers)] if policy.whole_model else [[layer] for layer in layers]:
+                self.evict(group)
+            self.end()
+            return True
+        finally:
+            self.policy, self.budget = own
+            if kept == [layer.kept for layer in layers]:
+                self.plan = None
 
     def end(self) -> None:
         """Ends the pass: all layers have stored its columns and evicted what the plan says."""
@@ -204,7 +255,8 @@ class Session:
             self.evicted_at, self.evicted_to = self.columns.seen, self.kept
             if not isinstance(counts, int):
                 self.stored = counts
-                self.front = tuple(self.kept - count for count in counts)
+                # Unequal heads store no padding: the mask is read for the columns since the eviction alone.
+                self.front = None if self.policy.ragged else tuple(self.kept - count for count in counts)
             self.columns.forget(self.columns.seen)
         self.plan = None
 

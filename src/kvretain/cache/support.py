@@ -176,6 +176,16 @@ def _verify(model: Any) -> tuple[float, float]:
     return (torch.cat(logits) - reference).abs().max().item(), (plain - reference).abs().max().item()
 
 
+def check_verified(decoder: PreTrainedModel) -> None:
+    """Raises ValueError if the type of ``decoder`` is neither in :data:`VERIFIED` nor was verified in this process."""
+    kind = decoder.config.model_type
+    if kind not in VERIFIED and kind not in _verified:
+        raise ValueError(
+            f"{kind} models are checked when the first cache that evicts is made, and this process has made none: "
+            "call RetentionCache.for_model(model, 'knorm', ratio=0) once"
+        )
+
+
 def ensure_verified(model: Any) -> None:
     """Runs :func:`verify` once per model type that is not in :data:`VERIFIED`."""
     kind = model.config.model_type

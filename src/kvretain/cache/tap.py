@@ -57,13 +57,18 @@ def _registered(base: str) -> str:
 
 def _tapped(base: str) -> Callable[..., Any]:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        # Eager attention is not registered: each modelling file has its own, under this name.
-        default: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        output = ALL_ATTENTION_FUNCTIONS.get_interface(base, default)(module, query, key, value, mask, **kwargs)
-        if getattr(_next, "keys", None) is key:
-            layer = _next.layer
+        layer = _next.layer if getattr(_next, "keys", None) is key else None
+        scaling, softcap, sinks = (kwargs.get(name) for name in ("scaling", "softcap", "s_aux"))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if layer is not None and layer.frozen:
+            output = layer.attend(query, mask, scaling, softcap, sinks), None
+        else:
+            # Eager attention is not registered: each modelling file has its own, under this name.
+            default: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            output = ALL_ATTENTION_FUNCTIONS.get_interface(base, default)(module, query, key, value, mask, **kwargs)
+        if layer is not None:
             forget()
-            layer.observe(query, kwargs.get("scaling"), kwargs.get("softcap"), kwargs.get("s_aux"))
+            layer.observe(query, scaling, softcap, sinks)
         return output
 
     return attention

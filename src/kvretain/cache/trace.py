@@ -13,7 +13,7 @@ class Step:
 
     Attributes:
         step: index of the forward pass, from 0.
-        tokens: columns fed in this pass (padding included).
+        tokens: columns fed in this pass (padding included); 0 for an eviction by ``RetentionCache.compress``.
         seen: columns seen so far, this pass included.
         kept: per retention layer, entries kept per KV head.
         evicted: per retention layer, entries per KV head evicted at the end of this pass.
@@ -23,8 +23,8 @@ class Step:
     step: int
     tokens: int
     seen: int
-    kept: tuple[int, ...]
-    evicted: tuple[int, ...]
+    kept: tuple[float, ...]
+    evicted: tuple[float, ...]
     nbytes: tuple[int, ...]
 
 
@@ -59,7 +59,7 @@ class Trace:
         self._spans: list[_Span] = []
 
     def record(
-        self, tokens: int, seen: int, kept: tuple[int, ...], evicted: tuple[int, ...], nbytes: tuple[int, ...]
+        self, tokens: int, seen: int, kept: tuple[float, ...], evicted: tuple[float, ...], nbytes: tuple[int, ...]
     ) -> None:
         """Adds a pass; see :class:`Step` for the meaning of the numbers."""
         if self._spans and not any(evicted):
@@ -70,7 +70,7 @@ class Trace:
                 and first.seen + grown == seen
                 and first.nbytes == nbytes
                 and not any(first.evicted)
-                and all(a + grown == b for a, b in zip(first.kept, kept, strict=True))
+                and all(abs(a + grown - b) < 1e-6 for a, b in zip(first.kept, kept, strict=True))
             ):
                 last.steps += 1
                 return
@@ -95,12 +95,12 @@ class Trace:
         return total / len(self) if self._spans else 0.0
 
     @property
-    def peak_length(self) -> int:
+    def peak_length(self) -> float:
         """The most entries kept per KV head in any layer after any pass."""
         return max((max(s.first.kept) + (s.steps - 1) * s.first.tokens for s in self._spans), default=0)
 
     @property
-    def peak_attended(self) -> int:
+    def peak_attended(self) -> float:
         """The most entries per KV head that attention looked at in any layer and pass, before eviction."""
         return max(
             (
@@ -118,16 +118,18 @@ class Trace:
     @property
     def evicted(self) -> int:
         """Entries evicted so far per KV head, averaged over retention layers and rounded down."""
-        return sum(sum(s.first.evicted) for s in self._spans) // len(self.layers)
+        return int(sum(sum(s.first.evicted) for s in self._spans) / len(self.layers) + 1e-6)
 
     @property
     def evictions(self) -> int:
         """Forward passes that ended with an eviction."""
         return sum(any(span.first.evicted) for span in self._spans)
 
-    def to_dict(self) -> dict[str, list[int]]:
+    def to_dict(self) -> dict[str, list[float]]:
         """Columns of equal length, one row per pass and layer: step, layer, tokens, seen, kept, evicted, nbytes."""
-        table: dict[str, list[int]] = {n: [] for n in ("step", "layer", "tokens", "seen", "kept", "evicted", "nbytes")}
+        table: dict[str, list[float]] = {
+            n: [] for n in ("step", "layer", "tokens", "seen", "kept", "evicted", "nbytes")
+        }
         for s in self:
             for row in zip(self.layers, s.kept, s.evicted, s.nbytes, strict=True):
                 for name, value in zip(table, (s.step, row[0], s.tokens, s.seen, *row[1:]), strict=True):
