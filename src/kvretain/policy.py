@@ -121,13 +121,18 @@ class Policy:
         return self.scope in ("model", "model-heads")
 
     @property
+    def deferred(self) -> bool:
+        """Whether evictions wait for the end of the pass: all layers choose together, or the tokens are replayed."""
+        return self.whole_model or "replay" in self.needs
+
+    @property
     def tapped(self) -> bool:
         """Whether the model's attention must be reached: to observe queries, or to attend over unequal heads."""
         return bool(self.needs) or self.ragged
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the cache must collect from attention: ``"queries"``, ``"attention"``, or nothing."""
+        """What the cache must collect from attention: ``"queries"``, ``"attention"``, ``"replay"``, or nothing."""
         return self.scorer.needs if self.scorer else frozenset()
 
     @classmethod
@@ -331,6 +336,20 @@ presets: dict[str, Preset] = {
             "snapkv+hub",
             "HubKV on SnapKV",
             "HubKV's correction on SnapKV's scores. Deviation: HubKV's own experiments use KVzip and Fast KVzip.",
+        ),
+        Preset(
+            "kvzip",
+            "kvzip@model-heads",
+            "KVzip, arXiv 2505.23416",
+            "The most attention that an entry receives when the context is read a second time; all heads of the model "
+            "compete. Deviations: float32 scores, no repeat prompt, 4 sinks protected.",
+        ),
+        Preset(
+            "hubkv",
+            "kvzip+hub@model-heads",
+            "HubKV (draft)",
+            "HubKV's correction on KVzip's scores, as in the paper; head weights count because heads compete. "
+            "Deviations: those of kvzip, and the readings that hub_refine states.",
         ),
         Preset(
             "h2o",

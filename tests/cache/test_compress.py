@@ -81,7 +81,7 @@ def test_compressing_again_and_while_decoding(llama) -> None:
     forward(llama, tokens(0, 1, 40), cache)
     for step in range(5):
         forward(llama, tokens(step, 1, 1), cache)
-    cache.compress("streaming", budget=22)
+    cache.compress("streaming", budget=18)
     cache.check_integrity()
     cache.compress("knorm", budget=9)
     cache.check_integrity()
@@ -126,13 +126,30 @@ def test_what_it_refuses_changes_nothing(llama, own, policy, limit, message) -> 
     forward(llama, tokens(1, 1, 3), cache)
 
 
-def test_bad_scores_leave_the_cache_as_it_was(llama) -> None:
-    cache = RetentionCache.for_model(llama, "full")
-    forward(llama, tokens(0, 1, 40), cache)
+def test_bad_scores_leave_the_cache_as_it_was_or_unfinished(llama) -> None:
+    recorded = RetentionCache.for_model(llama, "full")
+    forward(llama, tokens(0, 1, 40), recorded)
+    for policy, layer in (("knorm", 0), ("knorm@model", 1)):
+        cache = copy.deepcopy(recorded)
+        cache.layers[layer].keys[..., 5, 0] = torch.nan
+        with pytest.raises(ValueError, match=f"layer {layer}"):
+            cache.compress(policy, ratio=0.5)
+        assert [layer.kept for layer in cache.layers] == [40, 40]
+        cache.check_integrity()
+    cache = copy.deepcopy(recorded)
     cache.layers[1].keys[..., 5, 0] = torch.nan
     with pytest.raises(ValueError, match="layer 1"):
         cache.compress("knorm", ratio=0.5)
-    assert [layer.kept for layer in cache.layers] == [40, 40]
+    with pytest.raises(ValueError, match=r"did not finish.*call reset\(\)"):
+        forward(llama, tokens(1, 1, 3), cache)
+
+
+def test_it_keeps_to_the_own_budget(llama) -> None:
+    cache = RetentionCache.for_model(llama, "knorm", budget=8, every=16)
+    for step in range(20):
+        forward(llama, tokens(step, 1, 1), cache)
+    with pytest.raises(ValueError, match="cannot compress to 12 entries: the cache's budget is 8"):
+        cache.compress("knorm", budget=12)
     cache.check_integrity()
 
 

@@ -36,6 +36,7 @@ def random_view(
         queries=2 * torch.randn(batch, heads * group, window, size, generator=rng),
         query_valid=torch.arange(window).flip(0) < tokens[:, None],
         attention=torch.rand(batch, heads, kept, generator=rng).masked_fill(padding[..., 0], torch.nan),
+        replay=torch.rand(batch, heads, kept, generator=rng).masked_fill(padding[..., 0], torch.nan),
         scaling=0.5,
         layer=3,
         num_layers=4,
@@ -44,7 +45,7 @@ def random_view(
 
 def row(view: CacheView, index: int) -> CacheView:
     """One row of ``view``, alone."""
-    names = ("keys", "values", "positions", "seen", "protected", "queries", "query_valid", "attention")
+    names = ("keys", "values", "positions", "seen", "protected", "queries", "query_valid", "attention", "replay")
     return replace(view, **{name: getattr(view, name)[index : index + 1] for name in names})
 
 
@@ -58,7 +59,7 @@ def pad(view: CacheView, before: torch.Tensor) -> CacheView:
         out[:, :, slots] = tensor
         return out
 
-    assert view.attention is not None
+    assert view.attention is not None and view.replay is not None
     return replace(
         view,
         keys=spread(view.keys, torch.nan),
@@ -66,6 +67,7 @@ def pad(view: CacheView, before: torch.Tensor) -> CacheView:
         positions=spread(view.positions, -1),
         protected=spread(view.protected, False),
         attention=spread(view.attention, torch.nan),
+        replay=spread(view.replay, torch.nan),
     )
 
 

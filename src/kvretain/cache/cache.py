@@ -16,6 +16,7 @@ from . import support, tap
 from .budget import Budget
 from .layer import RetentionLayer
 from .ragged import RaggedLayer
+from .replay import Replaying, Unscored, replay
 from .session import Session
 from .trace import Trace
 
@@ -97,6 +98,8 @@ class RetentionCache(Cache):
             layers[index] = kind(session, index, rank)
         cache = cls(layers=layers)
         cache.policy, cache._session = policy, session
+        cache._unscored, cache._replaying = Unscored(), None
+        cache._argument = support.cache_argument(decoder)
         cache._new_trace()
         cache._attach(decoder)
         return cache
@@ -106,6 +109,9 @@ class RetentionCache(Cache):
     trace: Trace
     _session: Session
     _attachment: tap.Attachment
+    _unscored: Unscored
+    _replaying: Replaying | None
+    _argument: str
 
     def _new_trace(self) -> None:
         self.trace = Trace(tuple(layer.index for layer in self._retained))
@@ -143,7 +149,13 @@ class RetentionCache(Cache):
                 "call RetentionCache.for_model with the model that you run"
             )
         batch, columns = inputs.shape[:2]
-        slots = self._session.begin(columns, batch, mask)
+        if self._replaying is not None:
+            tap.observe_by(self._replaying)
+            slots = mask if mask is None else self._session._slots(mask)
+        else:
+            if "replay" in self.policy.needs:
+                self._unscored.add(inputs)
+            slots = self._session.begin(columns, batch, mask)
         if slots is mask or len(self._retained) == len(self.layers):
             return slots
         # Sliding layers read the mask by columns and full layers by stored entries: each kind gets its own.
@@ -156,6 +168,9 @@ class RetentionCache(Cache):
         """Called after the decoder has run: evicts what is still due and records the pass."""
         session, layers = self._session, self._retained
         plan = session.plan
+        if self._replaying is not None:
+            tap.observe_by(None)
+            return
         if plan is None:
             return
         missed = tap.forget() or (self.policy.tapped and any(layer._observed != layer.seen for layer in layers))
@@ -168,6 +183,7 @@ class RetentionCache(Cache):
                 "(`kvretain policies` lists them)"
             )
         if plan.evict:
+            self._replay(self.policy)
             if self.policy.whole_model:
                 session.evict(layers)
             else:
@@ -178,6 +194,12 @@ class RetentionCache(Cache):
         kept, nbytes = tuple(layer.kept for layer in layers), tuple(layer.nbytes for layer in layers)
         self.trace.record(plan.columns, session.columns.seen, kept, evicted, nbytes)
         session.end()
+
+    def _replay(self, policy: Policy) -> None:
+        scorer: Any = policy.scorer
+        if "replay" in policy.needs and self._unscored.ids:
+            with torch.no_grad():
+                replay(self, scorer)
 
     def compress(
         self,
@@ -235,6 +257,7 @@ class RetentionCache(Cache):
             )
         support.check_verified(self._attachment.decoder)
         layers = self._retained
+        self._replay(self.policy)
         if self._session.columns.seen and self._session.compress(layers, policy, limit):
             evicted, kept = tuple(layer.evicted for layer in layers), tuple(layer.kept for layer in layers)
             self.trace.record(0, self._session.columns.seen, kept, evicted, tuple(layer.nbytes for layer in layers))
@@ -305,6 +328,7 @@ class RetentionCache(Cache):
             else:
                 self.layers[index] = fresh[index]
         self._session.reset()
+        self._unscored = Unscored()
         self._new_trace()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -329,12 +353,14 @@ class RetentionCache(Cache):
                     "copy.deepcopy the cache before the tokens that you want to take back"
                 )
         self._session.crop(-tokens_to_remove)
+        self._unscored.crop(-tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorders the rows for beam search."""
         super().reorder_cache(beam_idx)
         self._session.select(beam_idx)
+        self._unscored.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows at ``indices`` (int64, or a bool mask)."""
@@ -355,6 +381,7 @@ class RetentionCache(Cache):
             else:
                 raise ValueError(f"rows of a {type(layer).__name__} cannot be selected")
         self._session.select(rows)
+        self._unscored.select(rows)
 
     def activate_past_recording(self) -> None:
         """Refused: called by assisted decoding, which rolls back rejected tokens after an eviction may have come.

@@ -162,7 +162,7 @@ class RetentionLayer(CacheLayerMixin):
         keys, values = self._keys[:, :, :total], self._values[:, :, :total]
         if self.session.policy.tapped:
             tap.expect(self, keys)
-        elif plan.evict and self._transient and not self.session.policy.whole_model:
+        elif plan.evict and self._transient and not self.session.policy.deferred:
             # Attention holds the long tensors; the layer lets go of them now, so that only one layer's are alive at a
             # time. What was written in place is still being read and is compacted when the pass ends.
             self.session.evict([self])
@@ -200,7 +200,7 @@ class RetentionLayer(CacheLayerMixin):
             self._remember(query, positions >= 0 if padded else None, scorer.window)
         if "attention" in scorer.needs:
             self._accumulate(query, positions >= 0 if padded else None, sinks)
-        if plan.evict and not session.policy.whole_model:
+        if plan.evict and not session.policy.deferred:
             session.evict([self])
 
     def _remember(self, query: Tensor, valid: Tensor | None, size: int) -> None:
@@ -276,12 +276,44 @@ class RetentionLayer(CacheLayerMixin):
             protected=protected & (positions >= 0),
             queries=None if self._window is None else self._window[:, :, order],
             query_valid=None if self._window_valid is None else self._window_valid[:, order],
-            attention=None if self._attention is None else self._attention[:, :, : self._filled],
+            **self._numbers(),
             scaling=self._scaling,
             softcap=self._softcap,
             layer=self.index,
             num_layers=session.num_layers,
         )
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """The number per entry that the scorer asked for, ``(B, H, N)`` float32, by its name in :class:`CacheView`."""
+        if self._attention is None:
+            return {}
+        scorer = self.session.policy.scorer
+        name = "replay" if scorer is not None and "replay" in scorer.needs else "attention"
+        return {name: self._attention[:, :, : self._filled]}
+
+    # Replay (see `replay.py`)
+
+    def start_replay(self) -> None:
+        """Makes room for a number for every entry; those that came since the last eviction start at 0."""
+        assert self._keys is not None
+        old, self._attention = (
+            self._attention,
+            torch.zeros(*self._keys.shape[:2], self._filled, device=self._keys.device),
+        )
+        if old is not None:
+            known = self._filled - (self.seen - self._tail)
+            self._attention[:, :, :known] = old[:, :, :known]
+
+    def raise_numbers(self, least: Tensor) -> None:
+        """Raises the numbers of the entries to ``least (B, H, N)`` at least."""
+        assert self._attention is not None
+        own = self._attention.shape[2]
+        torch.maximum(self._attention, least[:, :, least.shape[2] - own :], out=self._attention)
+
+    def rewind(self, seen: int) -> None:
+        """Drops the columns after ``seen``."""
+        self._filled -= self.seen - seen
+        self.seen = seen
 
     def _all(self) -> tuple[Tensor, Tensor]:
         """All stored keys ``(B, H, N, D)`` and values, in position order."""
@@ -301,7 +333,8 @@ class RetentionLayer(CacheLayerMixin):
         wide = slots.expand(-1, heads, -1)
         attention = None if self._attention is None else self._attention.gather(2, wide)
         chosen = [t.gather(2, wide[..., None].expand(-1, -1, -1, t.shape[3])) for t in (self._keys, self._values)]
-        if plan.prefill:
+        # A replay has left storage for its own tokens, too.
+        if plan.prefill or "replay" in self.session.policy.needs:
             self._store(*chosen)
             self._attention = attention
         else:

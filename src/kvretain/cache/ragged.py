@@ -26,6 +26,7 @@ class RaggedLayer(RetentionLayer):
         super().reset()
         self._flat: tuple[Tensor, Tensor] | None = None
         self._flat_positions: Tensor | None = None
+        self._flat_numbers: Tensor | None = None
         self._counts: tuple[int, ...] = ()  # entries of each (row, head), row by row
 
     @property
@@ -121,6 +122,14 @@ class RaggedLayer(RetentionLayer):
         first, second = (torch.cat([part, tail], 2) for part, tail in zip(parts, (keys, values), strict=True))
         return first, second
 
+    def _numbers(self) -> dict[str, Tensor]:
+        """As in the base class, over both parts."""
+        numbers = super()._numbers()
+        if self._flat_numbers is not None:
+            padded, _ = self._padded(self._flat_numbers, 0)
+            numbers = {name: torch.cat([padded, tail], 2) for name, tail in numbers.items()}
+        return numbers
+
     def _positions_shared(self) -> Tensor:
         """``(B, H or 1, N)`` int64, both parts; -1 in front of shorter heads."""
         tail = super()._positions_shared()
@@ -144,13 +153,16 @@ class RaggedLayer(RetentionLayer):
                 2, index.clamp_min(0).expand(-1, keys.shape[1], -1), index.expand(-1, keys.shape[1], -1) >= 0
             )
             mask &= positions >= 0
+        for numbers in self._numbers().values():
+            self._flat_numbers = numbers[mask]
+        self._attention = None if self._attention is None else self._attention[:, :, :0]
         self._flat = keys[mask], values[mask]
         self._flat_positions = positions[mask].int()
         self._counts = tuple(mask.sum(-1).flatten().tolist())
         self._filled = 0
         self._tail = self.seen
         self._transient = False
-        if plan.prefill:
+        if plan.prefill or "replay" in self.session.policy.needs:
             # The tail's storage goes; the first single-token pass reserves it anew.
             self._empty(keys, values)
         else:
@@ -168,5 +180,6 @@ class RaggedLayer(RetentionLayer):
             self._flat = self._flat[0][index], self._flat[1][index]
             assert self._flat_positions is not None
             self._flat_positions = self._flat_positions[index]
+            self._flat_numbers = None if self._flat_numbers is None else self._flat_numbers[index]
             self._counts = tuple(end - start for start, end in order)
         super().select(rows)

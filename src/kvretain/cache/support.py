@@ -54,6 +54,11 @@ def decoder_of(model: Any) -> PreTrainedModel:
     return decoder
 
 
+def cache_argument(model: Any) -> str:
+    """The name under which ``model.forward`` takes a cache: transformers renamed it between releases."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def layers_of(decoder: PreTrainedModel) -> list[Any]:
     """transformers' own cache layers for the model; those of type DynamicLayer (full attention) are to be replaced.
 
@@ -150,8 +155,7 @@ def _verify(model: Any) -> tuple[float, float]:
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = (torch.arange(29, device=model.device) * 7919 % (vocabulary - 3) + 3)[None]
     total = tokens.shape[1]
-    # transformers renamed the argument between releases.
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    argument = cache_argument(model)
     logits, visible = [], []
     for start, stop in [(0, 20), *((i, i + 1) for i in range(20, total))]:
         kept = layer.positions[0].cpu() if start else None

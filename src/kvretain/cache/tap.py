@@ -25,12 +25,23 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 if TYPE_CHECKING:
     from .layer import RetentionLayer
+    from .replay import Replaying
 
 PREFIX = "kvretain_"
 
 _lock = threading.RLock()
 _attached: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-_next = threading.local()
+
+
+class _Next(threading.local):
+    """What the next attention of a thread is for."""
+
+    layer: Any = None  # a RetentionLayer
+    keys: Tensor | None = None
+    observer: Replaying | None = None
+
+
+_next = _Next()
 
 
 def expect(layer: RetentionLayer, keys: Tensor) -> None:
@@ -38,9 +49,14 @@ def expect(layer: RetentionLayer, keys: Tensor) -> None:
     _next.layer, _next.keys = layer, keys
 
 
+def observe_by(observer: Replaying | None) -> None:
+    """Attention in this thread is observed by ``observer`` until further notice; None: by its own layer."""
+    _next.observer = observer
+
+
 def forget() -> bool:
     """Drops an expectation that no attention met; tells whether there was one."""
-    missed = getattr(_next, "layer", None) is not None
+    missed = _next.layer is not None
     _next.layer = _next.keys = None
     return missed
 
@@ -57,7 +73,7 @@ def _registered(base: str) -> str:
 
 def _tapped(base: str) -> Callable[..., Any]:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        layer = _next.layer if getattr(_next, "keys", None) is key else None
+        layer = _next.layer if _next.keys is key else None
         scaling, softcap, sinks = (kwargs.get(name) for name in ("scaling", "softcap", "s_aux"))
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         if layer is not None and layer.frozen:
@@ -67,8 +83,12 @@ def _tapped(base: str) -> Callable[..., Any]:
             default: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             output = ALL_ATTENTION_FUNCTIONS.get_interface(base, default)(module, query, key, value, mask, **kwargs)
         if layer is not None:
+            observer = _next.observer
             forget()
-            layer.observe(query, scaling, softcap, sinks)
+            if observer is None:
+                layer.observe(query, scaling, softcap, sinks)
+            else:
+                observer.score(layer, query.detach())
         return output
 
     return attention

@@ -28,6 +28,8 @@ class CacheView:
         query_valid: ``(B, W)`` bool, False where a row has seen fewer than ``W`` real tokens; None with ``queries``.
         attention: ``(B, H, N)`` float32, attention weight that each entry has received so far, summed over queries and
             over the query heads of its group; None unless needed.
+        replay: ``(B, H, N)`` float32, the most attention weight that each entry received when its tokens were read a
+            second time; None unless needed.
         scaling: attention logits are ``scaling * q . k``.
         softcap: logits are squashed by ``softcap * tanh(logits / softcap)`` if set.
         layer: index of the layer in the model; ``num_layers`` counts the model's layers.
@@ -42,6 +44,7 @@ class CacheView:
     queries: Tensor | None = None
     query_valid: Tensor | None = None
     attention: Tensor | None = None
+    replay: Tensor | None = None
     scaling: float = 1.0
     softcap: float | None = None
     layer: int = 0

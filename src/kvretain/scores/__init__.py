@@ -4,9 +4,10 @@ from .base import Scorer, scorers
 from .h2o import H2O
 from .keydiff import KeyDiff
 from .knorm import KNorm
+from .kvzip import KVzip
 from .random import Random
 from .snapkv import SnapKV
 from .streaming import Streaming
 from .tova import TOVA
 
-__all__ = ["H2O", "TOVA", "KNorm", "KeyDiff", "Random", "Scorer", "SnapKV", "Streaming", "scorers"]
+__all__ = ["H2O", "TOVA", "KNorm", "KVzip", "KeyDiff", "Random", "Scorer", "SnapKV", "Streaming", "scorers"]

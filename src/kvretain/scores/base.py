@@ -23,7 +23,8 @@ class Scorer(ABC):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What the cache must collect: ``"queries"`` (the last ``window``) and/or ``"attention"`` (accumulated weights)."""
+    """What the cache must collect: ``"queries"`` (the last ``window``), ``"attention"`` (accumulated weights), or
+    ``"replay"`` (the tokens are read a second time before an eviction)."""
 
     signed: ClassVar[bool] = False
     """Whether scores can be negative; if so, refiners see them through :meth:`nonnegative`."""

@@ -1,0 +1,141 @@
+"""Reading the tokens a second time before an eviction, for scorers that need it (KVzip), and taking that back.
+
+The replay runs through the model's own decoder with this cache, as one more pass per chunk whose columns are removed
+again; nothing of it is left but one number per entry.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import tap
+from .layer import RetentionLayer
+from .session import Plan
+
+if TYPE_CHECKING:
+    from .cache import RetentionCache
+
+
+class Repeats(Protocol):
+    """What a scorer with the need ``"replay"`` says of it, see :class:`kvretain.scores.KVzip`."""
+
+    chunk: int
+    lead: int
+    first: int
+    prompt: tuple[int, ...]
+
+
+@dataclass
+class Unscored:
+    """Token ids of the columns that no replay has scored yet: those since the last eviction."""
+
+    ids: list[Tensor] = field(default_factory=list)
+
+    def add(self, inputs: Tensor) -> None:
+        """Takes note of a pass's ``input_ids (B, n)``.
+
+        Raises:
+            ValueError: embeddings, which cannot be repeated.
+        """
+        if inputs.ndim != 2:
+            raise ValueError("a scorer that replays the context needs input_ids, not inputs_embeds")
+        self.ids.append(inputs.detach())
+
+    def crop(self, columns: int) -> None:
+        """Takes the last ``columns`` columns back."""
+        ids = torch.cat(self.ids, 1) if self.ids else None
+        self.ids = [] if ids is None else [ids[:, : ids.shape[1] - columns]]
+
+    def select(self, rows: Tensor) -> None:
+        """Replaces the batch by the rows at the indices ``rows``."""
+        self.ids = [part[rows.to(part.device)] for part in self.ids]
+
+
+def replay(cache: RetentionCache, scorer: Repeats) -> None:
+    """Feeds the unscored tokens again and leaves in each layer what every entry received at most."""
+    session, layers, decoder = cache._session, cache._retained, cache._attachment.decoder
+    ids = torch.cat(cache._unscored.ids, 1)
+    batch, columns = ids.shape
+    seen, plan = session.columns.seen, session.plan
+    valid = None if session.mask is None else session.mask[:, seen - columns :]
+    prompt = torch.tensor(scorer.prompt, dtype=ids.dtype, device=ids.device).expand(batch, -1)
+    # Sliding windows and recurrent states are transformers' own: they are copied and put back.
+    others = [(layer, copy.deepcopy(layer.__dict__)) for layer in cache.layers if not isinstance(layer, RetentionLayer)]
+    for layer in layers:
+        layer.start_replay()
+    for start in range(0, columns, scorer.chunk):
+        stop, lead = min(start + scorer.chunk, columns), max(start - scorer.lead, 0)
+        fed = torch.cat([prompt, ids[:, lead:stop]], 1)
+        asking = fed.new_ones(fed.shape, dtype=torch.bool)
+        real = asking.clone()
+        if valid is not None:
+            real[:, prompt.shape[1] :] = valid[:, lead:stop]
+        asking[:, : fed.shape[1] - (stop - start)] = False
+        session.plan = Plan(fed.shape[1], True, False, 0, 0)
+        cache._replaying = Replaying(columns - start, columns - stop, asking & real, real, scorer.first)
+        arguments: dict[str, Any] = {
+            "position_ids": session.columns.counts(batch, ids.device)[:, None] + real.cumsum(1) - 1
+        }
+        if session.mask is not None:
+            arguments["attention_mask"] = torch.cat([session.mask, real], 1).long()
+        try:
+            decoder(input_ids=fed, use_cache=True, **arguments, **{cache._argument: cache})
+        finally:
+            cache._replaying, session.plan = None, plan
+            tap.observe_by(None)
+            for layer in layers:
+                layer.rewind(seen)
+            for other, state in others:
+                other.__dict__.update(copy.deepcopy(state))
+    cache._unscored.ids = []
+
+
+@dataclass(frozen=True)
+class Replaying:
+    """One chunk's repetition.
+
+    Attributes:
+        begin, end: the chunk's columns, counted back from the last column seen (``begin > end >= 0``).
+        asking: ``(B, n)`` bool, the repeated queries that count.
+        real: ``(B, n)`` bool, repeated tokens that are not padding.
+        first: first tokens that every softmax includes.
+    """
+
+    begin: int
+    end: int
+    asking: Tensor
+    real: Tensor
+    first: int
+
+    def score(self, layer: RetentionLayer, query: Tensor, block: int = 256) -> None:
+        """Raises ``layer``'s numbers to the weights that the repeated ``query (B, Hq, n, D)`` gives the chunk."""
+        keys, _ = layer._all()
+        new, total = query.shape[2], keys.shape[2]
+        past = total - new
+        positions = layer.positions[:, :, :past]
+        slots = torch.arange(past, device=keys.device)
+        chunk = (slots >= past - self.begin) & (slots < past - self.end) & (positions >= 0)
+        allowed = chunk | ((positions >= 0) & (positions < self.first))
+        view = layer.view()
+        best = torch.zeros(*keys.shape[:2], past, device=keys.device)
+        own = torch.arange(new, device=keys.device)
+        for start in range(0, new, block):
+            stop = min(start + block, new)
+            logits = view.logits(query[:, :, start:stop])  # (B, H, G, n, N + new)
+            causal = (own <= own[start:stop, None]) & self.real[:, None, None, None, :].to(keys.device)
+            mask = torch.cat(
+                [
+                    allowed[:, :, None, None].expand(-1, -1, 1, stop - start, -1),
+                    causal.expand(-1, keys.shape[1], 1, -1, -1),
+                ],
+                -1,
+            )
+            weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)[..., :past]
+            counted = self.asking[:, None, None, start:stop, None].to(keys.device)
+            best = torch.maximum(best, (weights.nan_to_num(0.0) * counted).amax((2, 3)))
+        layer.raise_numbers(best.masked_fill(~chunk, 0.0))
