@@ -107,7 +107,7 @@ def _select(policy: Policy, scores: Tensor, view: CacheView, counts: int | Seque
         return policy.selector.select(scores, counts, protected=protected, positions=positions)
     largest = max(counts)
     chosen = scores.new_full((*scores.shape[:-1], largest), -1, dtype=torch.int64)
-    for count in set(counts):
+    for count in set(counts) - {0}:  # a row of padding alone keeps nothing
         rows = torch.tensor([row for row, c in enumerate(counts) if c == count], device=scores.device)
         picked = policy.selector.select(scores[rows], count, protected=protected[rows], positions=positions[rows])
         chosen[rows, :, largest - count :] = picked

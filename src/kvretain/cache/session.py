@@ -146,6 +146,8 @@ class Session:
         counts: int | tuple[int, ...] = target
         if stored is not None:
             counts = tuple(min(t, s) for t, s in zip(targets, stored, strict=True))
+            if not any(counts):
+                return Plan(columns, prefill, False, target, kept)
             if counts == stored and self.budget.ratio is not None:
                 # Nothing but padding would go: a fraction of the real tokens removes none yet.
                 return Plan(columns, prefill, False, target, kept)

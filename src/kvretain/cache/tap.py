@@ -143,8 +143,10 @@ class Attachment:
         """Counts one more cache; ``tapped`` if its policy needs queries."""
         with _lock:
             self.caches += 1
-            if tapped and self.tapped == 0:
-                self._base = str(self.decoder.config._attn_implementation)
+            current = str(self.decoder.config._attn_implementation)
+            # Not tapped yet, or changed by the user since.
+            if tapped and not current.startswith(PREFIX):
+                self._base = current
                 self.decoder.set_attn_implementation(_registered(self._base))
             self.tapped += tapped
 
