@@ -16,16 +16,16 @@ demo: .venv/installed ## hide a fact in a chapter, remove 80 and 90 % of the cac
 	$(BIN)/kvretain demo
 
 test: .venv/installed ## the fast tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: .venv/installed ## the tests on the real embedded model (downloads it once)
 	$(BIN)/python -m pytest -m slow
 
 test-517: .venv-5.17/installed ## the cache tests on transformers 5.17, the oldest that is supported
-	$(BIN_OLD)/python -m pytest tests/cache
+	$(BIN_OLD)/python -m pytest -n auto tests/cache
 
 test-matrix: test-517 .venv/installed ## the cache tests on the oldest and the newest transformers
-	$(BIN)/python -m pytest tests/cache
+	$(BIN)/python -m pytest -n auto tests/cache
 
 lint: .venv/installed ## ruff
 	$(BIN)/ruff check .

@@ -79,7 +79,9 @@ def choose_unequal(
 def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:
     """Scores of one view after refinement, ``(B, H, N)`` float32."""
     assert policy.scorer is not None
-    scores = policy.scorer.score(view)
+    # Under autocast products would come out in half precision, and scores are float32.
+    with torch.autocast(view.keys.device.type, enabled=False):
+        scores = policy.scorer.score(view)
     name = scorers.name_of(policy.scorer)
     if scores.shape != view.positions.shape or scores.dtype != torch.float32:
         raise ValueError(

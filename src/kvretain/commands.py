@@ -1,4 +1,4 @@
-"""The commands of ``kvretain``: options, tables and progress bars; the work is in ``demo`` and ``answer``.
+"""The commands of ``kvretain``: options, tables and progress bars; the work is in ``demo``, ``answer`` and ``observe``.
 
 Answers and tables go to standard output, progress and errors to standard error.
 """
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from . import __version__, models, presets, refiners, scorers, selectors
 from .cache.budget import Budget
+from .observe import FEWEST, SCORERS
 from .policy import SCOPES, Policy
 
 if TYPE_CHECKING:
@@ -141,6 +142,13 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {"kvretain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
 def load(model: str, dtype: str | None, device: str | None, threads: int | None) -> tuple[Any, Any]:
     """The model and its tokenizer, quietly."""
     import torch
@@ -167,6 +175,13 @@ def read_text(source: str, option: str) -> str:
     if not text.strip():
         raise ValueError(f"{option} {source} is empty")
     return text
+
+
+def note_length(model: Any, tokens: int) -> None:
+    """Prints a note if ``tokens`` are more than ``model`` was made for."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and tokens > longest:
+        err.print(f"note: up to {tokens:,} tokens; the model was made for {longest:,}", style="yellow")
 
 
 # demo
@@ -207,8 +222,6 @@ def demo(
         check_model(model, dtype)
         # One thread is the fastest for so small a model; BLAS reads this when a worker starts.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        import torch
-
         from . import data
         from . import demo as work
         from .tasks.haystack import build_haystack
@@ -236,9 +249,6 @@ def demo(
         rows = _collect(results, bars, show=not as_json)
     seconds = time.perf_counter() - started
     if as_json:
-        import transformers
-
-        versions = {"kvretain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         print_json(
             {
                 "model": model,
@@ -248,7 +258,7 @@ def demo(
                 "jobs": jobs,
                 "threads": threads,
                 "seconds": seconds,
-                "versions": versions,
+                "versions": _versions(),
             }
         )
         return
@@ -456,10 +466,7 @@ def _answer(
         drawn = Sampling(**sampling)
         llm, tokenizer = load(model, **place)
         prompt = build_prompt(tokenizer, question, context=context, raw=raw)
-        longest = getattr(llm.config.get_text_config(), "max_position_embeddings", None)
-        total = len(prompt) + passes["max_new_tokens"]
-        if longest and total > longest:
-            err.print(f"note: up to {total:,} tokens; the model was made for {longest:,}", style="yellow")
+        note_length(llm, len(prompt) + passes["max_new_tokens"])
         cache = RetentionCache.for_model(llm, policy, **limits)
         columns = (TextColumn("prefill"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total} tokens"))
         with Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=err, transient=True) as progress:
@@ -494,6 +501,101 @@ def _summary(policy: str, reply: Reply) -> str:
         f"{policy}: {reply.prompt_tokens:,} tokens read, {reply.kept:,.0f} entries kept per head and layer "
         f"({reply.cache_bytes / 2**20:.1f} MiB); {reply.new_tokens:,} written, then {reply.kept_at_end:,.0f} entries; "
         f"prefill {reply.prefill_seconds:.1f} s, decode {f'{rate:.1f} tokens/s' if rate else 'too short to measure'}"
+    )
+
+
+# observe
+
+
+@app.command(
+    epilog="""
+Examples:
+
+- `kvretain observe --out figures` – SmolLM2-135M on a chapter of *Alice*, three scorers
+- `kvretain observe --out figures --text report.txt --tokens 4000 --model Qwen/Qwen3-0.6B`
+- `kvretain observe --out figures --policy "snapkv(window=32)" --policy knorm --policy h2o`
+"""
+)
+def observe(
+    folder: Annotated[Path, typer.Option("--out", "-o", help="Folder for the figures (PNG) and their numbers (CSV).")],
+    model: Model = models.EMBEDDED,
+    text: Annotated[
+        str | None, typer.Option(help="The text: a file, or - for standard input; default: a chapter of Alice.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help=f"A scorer, alone; may be repeated; default: {', '.join(SCORERS)}."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=FEWEST, help="At most this many tokens of the text.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Of permutations, random choices and intervals.")] = 0,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw how a model's scores cluster, what top-k covers, and how sharp heads are."""
+    started = time.perf_counter()
+    with clear_errors():
+        check_model(model, dtype)
+        from . import data
+        from .observe import plots, write_figures
+        from .observe.collect import collect, parse_scorer, protection
+
+        plots.check_matplotlib()
+        named = {name: parse_scorer(name) for name in policy or SCORERS}
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--out {folder} is not a folder")
+        words = data.chapter() if text is None else read_text(text, "--text")
+        title = "'A Mad Tea-Party' (Alice, chapter VII)" if text is None else Path(text).name
+        llm, tokenizer = load(model, dtype, device, threads)
+        ids = tokenizer(words, return_tensors="pt")["input_ids"][:, :tokens]
+        protection(ids.shape[1], named.values())
+        note_length(llm, ids.shape[1])
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=err, transient=True) as progress:
+            bar = progress.add_task(f"one prefill of {ids.shape[1]:,} tokens", total=None)
+
+            def layer(done: int, total: int) -> None:
+                progress.update(bar, completed=done, total=total)
+
+            def stage(done: int, total: int, name: str) -> None:
+                progress.update(bar, completed=done, total=total, description=name.replace("_", " "))
+
+            seen = collect(llm, ids, named, report=layer)
+            source = f"{Path(model).name if Path(model).exists() else model} on {title}"
+            made = write_figures(seen, folder, source=source, seed=seed, report=stage)
+    record = {
+        "model": model,
+        "text": title,
+        "tokens": seen.tokens,
+        "heads": seen.heads,
+        "scorers": list(named),
+        "seed": seed,
+        "captions": {name: table.caption for name, table in made.items()},
+        "summary": made["summary"].rows,
+        "versions": _versions(),
+    }
+    (folder / "run.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(record | {"folder": str(folder), "seconds": time.perf_counter() - started})
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("mean over heads", overflow="fold")
+    lines: dict[str, list[str]] = {}
+    for row in made["summary"].rows:
+        cell = f"{row['mean']:.3f}\n[dim]{row['low']:.3f} to {row['high']:.3f}[/]"
+        lines.setdefault(str(row["quantity"]), []).append(cell)
+    for name in named:
+        table.add_column(escape(name), justify="right", overflow="fold")
+    for quantity, cells in lines.items():
+        table.add_row(quantity, *cells)
+    out.print(table)
+    out.print(
+        f"{made['summary'].caption}\n{len(made) - 1} figures (PNG, CSV), summary.csv and run.json are in {folder}. "
+        f"One text: an observation, not a ranking. {time.perf_counter() - started:.0f} s in all.",
+        style="dim",
+        highlight=False,
+        markup=False,
     )
 
 

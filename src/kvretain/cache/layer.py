@@ -199,7 +199,8 @@ class RetentionLayer(CacheLayerMixin):
         if "queries" in scorer.needs:
             self._remember(query, positions >= 0 if padded else None, scorer.window)
         if "attention" in scorer.needs:
-            self._accumulate(query, positions >= 0 if padded else None, sinks)
+            with torch.autocast(query.device.type, enabled=False):
+                self._accumulate(query, positions >= 0 if padded else None, sinks)
         if plan.evict and not session.policy.deferred:
             session.evict([self])
 

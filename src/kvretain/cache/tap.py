@@ -88,7 +88,8 @@ def _tapped(base: str) -> Callable[..., Any]:
             if observer is None:
                 layer.observe(query, scaling, softcap, sinks)
             else:
-                observer.score(layer, query.detach())
+                with torch.autocast(query.device.type, enabled=False):
+                    observer.score(layer, query.detach())
         return output
 
     return attention
