@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .select.coverage import bump, check_indices, check_local, check_weights, coverage
+from .select.coverage import check_indices, check_weights, coverage
+from .select.local import bump, check_local
 
 __all__ = [
     "Optimum",

@@ -21,7 +21,7 @@ from .session import Session
 from .trace import Trace
 
 
-class RetentionCache(Cache):
+class RetentionCache(Cache, tap.Follower):
     """A drop-in ``transformers`` cache that keeps a fixed budget of entries per KV head. Make it with
     :meth:`for_model`.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +97,21 @@ def _tapped(base: str) -> Callable[..., Any]:
     return attention
 
 
-def _find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The RetentionCache among a forward call's arguments (its name differs between transformers releases), or None."""
-    from .cache import RetentionCache
+class Follower(ABC):
+    """A cache that is told when a pass of its model's decoder begins and ends."""
 
-    return next((value for value in (*kwargs.values(), *args) if isinstance(value, RetentionCache)), None)
+    @abstractmethod
+    def begin_pass(self, decoder: Any, inputs: Tensor, mask: Any, position_ids: Tensor | None) -> Any:
+        """The decoder is about to run on ``inputs (B, n, ...)``; returns the attention mask it must use."""
+
+    @abstractmethod
+    def end_pass(self) -> None:
+        """The decoder has run."""
+
+
+def _find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Follower | None:
+    """The follower among a forward call's arguments (its name differs between transformers releases), or None."""
+    return next((value for value in (*kwargs.values(), *args) if isinstance(value, Follower)), None)
 
 
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

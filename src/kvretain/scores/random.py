@@ -8,30 +8,9 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
+from ..hashing import mix, shift, signed
 from ._common import check_whole
 from .base import Scorer, scorers
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of ``value`` modulo 2^64."""
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
-
-
-_GOLDEN, _FIRST, _SECOND = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def _shift(bits: Tensor, by: int) -> Tensor:
-    """Logical right shift of int64 (torch's ``>>`` keeps the sign)."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
-
-
-def _mix(state: Tensor, value: int | Tensor) -> Tensor:
-    """One step of SplitMix64 (Steele, Lea, Flood 2014) that absorbs ``value`` into ``state``; int64 wraps around."""
-    state = state + value + _GOLDEN
-    state = (state ^ _shift(state, 30)) * _FIRST
-    state = (state ^ _shift(state, 27)) * _SECOND
-    return state ^ _shift(state, 31)
 
 
 @scorers.register("random")
@@ -64,7 +43,7 @@ class Random(Scorer):
     def score(self, view: CacheView) -> Tensor:
         """Priorities ``(B, H, N)`` float32 in [0, 1); reads positions and the layer's index only."""
         device = view.positions.device
-        seed = torch.tensor(_signed(self.seed), device=device)
+        seed = torch.tensor(signed(self.seed), device=device)
         heads = torch.arange(view.positions.shape[1], device=device)
-        bits = _mix(_mix(_mix(_mix(seed, 0), view.layer), heads)[:, None], view.positions)
-        return _shift(bits, 40).to(torch.float32) / (1 << 24)
+        bits = mix(mix(mix(mix(seed, 0), view.layer), heads)[:, None], view.positions)
+        return shift(bits, 40).to(torch.float32) / (1 << 24)

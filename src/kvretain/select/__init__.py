@@ -1,7 +1,8 @@
 """Which entries stay? One selector a file; importing the package registers them all in ``selectors``."""
 
 from .base import Selector, selectors
-from .coverage import Greedy, GreedyPath, StochasticGreedy, greedy_path, select_coverage
+from .coverage import GreedyPath, greedy_path, select_coverage
+from .local import Greedy, StochasticGreedy
 from .scope import combine_heads, combine_layers
 from .topk import TopK, select_topk
 
