@@ -84,6 +84,14 @@ def test_a_type_that_cannot_run_the_check_is_refused_by_name():
         RetentionCache.for_model(net, "knorm", budget=8)
 
 
+def test_a_model_without_a_head_and_in_training_mode(monkeypatch):
+    monkeypatch.setattr(support, "VERIFIED", frozenset())
+    monkeypatch.setattr(support, "_verified", set())
+    net = tiny("qwen3").model.train()
+    RetentionCache.for_model(net, "knorm", budget=8)
+    assert support._verified == {"qwen3"} and net.training
+
+
 def test_the_policy_full_needs_no_check(monkeypatch):
     monkeypatch.setattr(support, "VERIFIED", frozenset())
     monkeypatch.setattr(support, "_verify", lambda model: pytest.fail("nothing is evicted"))

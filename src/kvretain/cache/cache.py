@@ -119,7 +119,7 @@ class RetentionCache(Cache, tap.Follower):
     def _attach(self, decoder: nn.Module) -> None:
         self._attachment = tap.attach(decoder, self.policy.tapped)
         # The hooks find the cache in the call's arguments and hold no reference to it, so it can die.
-        weakref.finalize(self, self._attachment.release, self.policy.tapped)
+        weakref.finalize(self, self._attachment.release, self.policy.tapped).atexit = False
 
     @property
     def _retained(self) -> list[RetentionLayer]:

@@ -114,8 +114,8 @@ def verify(model: Any) -> float:
     """Checks on ``model`` itself that an eviction is what it claims to be: the same as hiding the evicted entries.
 
     Feeds 20 fixed tokens and 9 more, one by one, under a budget of 10 entries that differ from head to head, and
-    compares the logits with one pass of full attention under a mask that hides what was evicted. About 30 tokens of
-    work; the model must be in eval mode.
+    compares the logits (the hidden states of a model without a head) with one pass of full attention under a mask that
+    hides what was evicted. About 30 tokens of work, in eval mode.
 
     Returns:
         The largest difference of logits, divided by the largest effect that hiding had.
@@ -123,11 +123,14 @@ def verify(model: Any) -> float:
     Raises:
         ValueError: the logits differ by more than a fifth of that effect, or the model cannot run this; names its type.
     """
-    kind = model.config.model_type
+    kind, training = model.config.model_type, model.training
     try:
+        model.eval()
         error, effect = _verify(model)
     except Exception as failure:
         raise ValueError(f"{kind} models are not supported: {type(failure).__name__}: {failure}") from failure
+    finally:
+        model.train(training)
     if not error < 0.2 * effect:
         raise ValueError(
             f"{kind} models are not supported: after an eviction their logits differ by {error:.2g} from full "
@@ -156,10 +159,15 @@ def _verify(model: Any) -> tuple[float, float]:
     tokens = (torch.arange(29, device=model.device) * 7919 % (vocabulary - 3) + 3)[None]
     total = tokens.shape[1]
     argument = cache_argument(model)
+
+    def run(ids: Tensor, **arguments: Any) -> Tensor:
+        output = model(ids, **arguments)
+        return (output.logits if "logits" in output else output.last_hidden_state)[0].float()
+
     logits, visible = [], []
     for start, stop in [(0, 20), *((i, i + 1) for i in range(20, total))]:
         kept = layer.positions[0].cpu() if start else None
-        logits.append(model(tokens[:, start:stop], **{argument: cache}).logits[0].float())
+        logits.append(run(tokens[:, start:stop], **{argument: cache}))
         heads = layer.positions.shape[1]
         for own in range(start, stop):
             row = torch.zeros(heads, total, dtype=torch.bool)
@@ -175,8 +183,8 @@ def _verify(model: Any) -> tuple[float, float]:
     full = full.triu(1) + full.tril(-window)
     types = set(getattr(model.config, "layer_types", None) or ())
     given = {t: hidden if t == "full_attention" else full for t in types} if len(types) > 1 else hidden
-    reference = model(tokens, attention_mask=given, use_cache=False).logits[0].float()
-    plain = model(tokens, use_cache=False).logits[0].float()
+    reference = run(tokens, attention_mask=given, use_cache=False)
+    plain = run(tokens, use_cache=False)
     return (torch.cat(logits) - reference).abs().max().item(), (plain - reference).abs().max().item()
 
 
