@@ -338,6 +338,13 @@ presets: dict[str, Preset] = {
             "HubKV's correction on SnapKV's scores. Deviation: HubKV's own experiments use KVzip and Fast KVzip.",
         ),
         Preset(
+            "expected",
+            "expected@shared(floor=0.2)",
+            "Expected Attention, arXiv 2510.00636",
+            "What a Gaussian future query is expected to attend to, times the value's norm; the heads of a layer "
+            "compete, as in the authors' default. Deviations: 4 sinks protected, statistics go on while decoding.",
+        ),
+        Preset(
             "kvzip",
             "kvzip@model-heads",
             "KVzip, arXiv 2505.23416",

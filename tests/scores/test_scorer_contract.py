@@ -16,8 +16,8 @@ ALL = [scorers[name]() for name in scorers] + [SnapKV(pooling="mean", group="mea
 
 
 def test_registry_holds_the_baselines():
-    assert {"h2o", "keydiff", "knorm", "random", "snapkv", "streaming", "tova"} <= set(scorers)
-    with pytest.raises(ValueError, match=r"unknown scorer 'snap'; valid: h2o, keydiff, .*tova"):
+    assert {"expected", "h2o", "keydiff", "knorm", "random", "snapkv", "streaming", "tova"} <= set(scorers)
+    with pytest.raises(ValueError, match=r"unknown scorer 'snap'; valid: expected, h2o, keydiff, .*tova"):
         scorers["snap"]
 
 

@@ -7,6 +7,21 @@ from dataclasses import replace
 import torch
 
 from kvretain.cache.view import CacheView
+from kvretain.rope import Rope
+
+
+def _angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two pairs in halves, so that two of a head's six dimensions are not rotated."""
+    angles = positions[..., None] * torch.tensor([1.0, 0.1]).repeat(2)
+    return angles.cos(), angles.sin()
+
+
+ROPE = Rope.of(_angles)
+
+
+def _spread(batch: int, heads: int, size: int, rng: torch.Generator) -> torch.Tensor:
+    roots = torch.randn(batch, heads, size, size, generator=rng)
+    return roots @ roots.transpose(-1, -2)
 
 
 def random_view(
@@ -37,6 +52,9 @@ def random_view(
         query_valid=torch.arange(window).flip(0) < tokens[:, None],
         attention=torch.rand(batch, heads, kept, generator=rng).masked_fill(padding[..., 0], torch.nan),
         replay=torch.rand(batch, heads, kept, generator=rng).masked_fill(padding[..., 0], torch.nan),
+        query_mean=torch.randn(batch, heads * group, size, generator=rng),
+        query_covariance=_spread(batch, heads * group, size, rng),
+        rope=ROPE,
         scaling=0.5,
         layer=3,
         num_layers=4,
@@ -45,7 +63,19 @@ def random_view(
 
 def row(view: CacheView, index: int) -> CacheView:
     """One row of ``view``, alone."""
-    names = ("keys", "values", "positions", "seen", "protected", "queries", "query_valid", "attention", "replay")
+    names = (
+        "keys",
+        "values",
+        "positions",
+        "seen",
+        "protected",
+        "queries",
+        "query_valid",
+        "attention",
+        "replay",
+        "query_mean",
+    )
+    names += ("query_covariance",)
     return replace(view, **{name: getattr(view, name)[index : index + 1] for name in names})
 
 

@@ -96,6 +96,8 @@ class RetentionCache(Cache, tap.Follower):
         kind = RaggedLayer if policy.ragged else RetentionLayer
         for rank, index in enumerate(full):
             layers[index] = kind(session, index, rank)
+            if "moments" in policy.needs:
+                layers[index].rope = support.rope_of(decoder, index)
         cache = cls(layers=layers)
         cache.policy, cache._session = policy, session
         cache._unscored, cache._replaying = Unscored(), None
@@ -131,6 +133,8 @@ class RetentionCache(Cache, tap.Follower):
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         memo[id(self._attachment)] = self._attachment
+        for layer in self._retained:
+            memo[id(layer.rope)] = layer.rope  # it reads the model's module, which is not copied
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         other._attach(self._attachment.decoder)
         return other

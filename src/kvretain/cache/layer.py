@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..rope import Rope
 from . import tap
 from .session import Session
 from .view import CacheView
@@ -41,6 +42,7 @@ class RetentionLayer(CacheLayerMixin):
         self.session = session
         self.index = index
         self.rank = rank
+        self.rope: Rope | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -60,6 +62,8 @@ class RetentionLayer(CacheLayerMixin):
         self._window_valid: Tensor | None = None
         self._oldest = 0
         self._attention: Tensor | None = None
+        # Real queries so far (B, 1, 1), their sum (B, Hq, D) and the sum of their outer products (B, Hq, D, D).
+        self._moments: tuple[Tensor, ...] | None = None
         self._scaling = 1.0
         self._softcap: float | None = None
         self._observed = 0
@@ -190,14 +194,18 @@ class RetentionLayer(CacheLayerMixin):
     def observe(self, query: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None) -> None:
         """Called after the attention of this pass with its queries ``(B, Hq, n, D)``; then evicts if it is time."""
         session = self.session
-        plan, scorer = session.plan, session.policy.scorer
-        assert plan is not None and scorer is not None
+        plan = session.plan
+        scorer: Any = session.policy.scorer
+        assert plan is not None
         self._scaling, self._softcap, self._observed = scaling, softcap, self.seen
         query = query.detach()
         positions = session.columns.positions(self.seen - plan.columns, self.seen, query.device)
         padded = session.columns.real is not None and bool((positions < 0).any())
         if "queries" in scorer.needs:
             self._remember(query, positions >= 0 if padded else None, scorer.window)
+        if "moments" in scorer.needs:
+            with torch.autocast(query.device.type, enabled=False):
+                self._measure(query, positions, scorer.first)
         if "attention" in scorer.needs:
             with torch.autocast(query.device.type, enabled=False):
                 self._accumulate(query, positions >= 0 if padded else None, sinks)
@@ -224,6 +232,33 @@ class RetentionLayer(CacheLayerMixin):
         self._window[:, :, slots] = query
         self._window_valid[:, slots] = True
         self._oldest = (self._oldest + query.shape[2]) % size
+
+    def _measure(self, query: Tensor, positions: Tensor, first: int, block: int = 1024) -> None:
+        """Adds queries ``(B, Hq, n, D)`` at ``positions (B or 1, n)``, before RoPE, to the moments; the first tokens do
+        not count."""
+        assert self.rope is not None
+        for part, at in zip(query.split(block, 2), positions.split(block, 1), strict=True):
+            cos, sin = self.rope.cos_sin(at.clamp_min(0))
+            plain = self.rope.unrotate(part.to(torch.float32), cos[:, None], sin[:, None])
+            counted = (at >= first).expand(query.shape[0], -1)
+            plain = plain.masked_fill(~counted[:, None, :, None], 0.0)
+            new = (
+                counted.sum(-1).to(torch.float32)[:, None, None],
+                plain.sum(2),
+                torch.matmul(plain.transpose(-1, -2), plain),
+            )
+            old = self._moments
+            self._moments = new if old is None else tuple(a + b for a, b in zip(old, new, strict=True))
+
+    def _statistics(self) -> dict[str, Any]:
+        """Mean, covariance and rotation, by their names in :class:`CacheView`."""
+        if self._moments is None:
+            return {}
+        count, total, outer = self._moments
+        count = count.clamp_min(1)
+        mean = total / count
+        covariance = outer / count[..., None] - mean[..., :, None] * mean[..., None, :]
+        return {"query_mean": mean, "query_covariance": covariance, "rope": self.rope}
 
     def _accumulate(self, query: Tensor, valid: Tensor | None, sinks: Tensor | None, block: int = 256) -> None:
         """Adds the attention weights of the new queries to what each entry has received, in blocks of ``block``
@@ -277,7 +312,8 @@ class RetentionLayer(CacheLayerMixin):
             protected=protected & (positions >= 0),
             queries=None if self._window is None else self._window[:, :, order],
             query_valid=None if self._window_valid is None else self._window_valid[:, order],
-            **self._numbers(),
+            **self._numbers(),  # type: ignore[arg-type]
+            **self._statistics(),
             scaling=self._scaling,
             softcap=self._softcap,
             layer=self.index,
@@ -398,6 +434,8 @@ class RetentionLayer(CacheLayerMixin):
         for name in ("_positions", "_window", "_window_valid", "_attention"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, rows))
+        if self._moments is not None:
+            self._moments = tuple(moment.index_select(0, rows) for moment in self._moments)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Beam search: as :meth:`select`."""

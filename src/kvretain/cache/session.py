@@ -274,7 +274,7 @@ class Session:
                 f"cannot crop {columns} tokens: entries were evicted {room} tokens ago and cannot come back; "
                 "copy.deepcopy the cache before the tokens that you want to take back"
             )
-        if self.policy.needs & {"queries", "attention"} and columns:
+        if self.policy.needs & {"queries", "attention", "moments"} and columns:
             raise ValueError(
                 f"cannot crop: the policy {str(self.policy)!r} has observed the queries of the cropped tokens; "
                 "copy.deepcopy the cache before the tokens that you want to take back"

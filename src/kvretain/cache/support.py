@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ..policy import Policy
+from ..rope import Rope
 from ..scores import Scorer
 from .budget import Budget
 from .view import CacheView
@@ -57,6 +58,36 @@ def decoder_of(model: Any) -> PreTrainedModel:
 def cache_argument(model: Any) -> str:
     """The name under which ``model.forward`` takes a cache: transformers renamed it between releases."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def rope_of(decoder: Any, index: int) -> Rope:
+    """The rotation of layer ``index``, from the model's own module (so scaled and partial rotary are right).
+
+    Raises:
+        ValueError: the model has no rotary positions that it shows; names its type.
+    """
+    module, kind = getattr(decoder, "rotary_emb", None), decoder.config.model_type
+    types = getattr(decoder.config, "layer_types", None)
+    if module is None or kind not in ROTARY:
+        raise ValueError(
+            f"{kind} models: this policy's scorer needs to take rotary positions back, which is tested for "
+            f"{', '.join(sorted(ROTARY))}"
+        )
+    several = "layer_type" in inspect.signature(module.forward).parameters
+    given = {"layer_type": types[index]} if several and types else {}
+
+    def cos_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
+        device = next((buffer.device for buffer in module.buffers()), positions.device)
+        like = torch.empty(0, dtype=torch.float32, device=device)
+        cos, sin = module(like, positions.to(device), **given)
+        return cos.to(positions.device), sin.to(positions.device)
+
+    return Rope.of(cos_sin)
+
+
+ROTARY = frozenset("cohere gemma2 gemma3_text gpt_oss llama mistral phi3 qwen2 qwen3".split())  # noqa: SIM905
+"""Model types whose rotation tests have taken back exactly. Angles alone do not tell a layout (GLM's look like Llama's
+and are applied otherwise), so other types are refused where a rotation is needed."""
 
 
 def layers_of(decoder: PreTrainedModel) -> list[Any]:

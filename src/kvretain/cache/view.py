@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..rope import Rope
+
 
 @dataclass(frozen=True)
 class CacheView:
@@ -30,6 +32,9 @@ class CacheView:
             over the query heads of its group; None unless needed.
         replay: ``(B, H, N)`` float32, the most attention weight that each entry received when its tokens were read a
             second time; None unless needed.
+        query_mean: ``(B, Hq, D)`` float32, mean of the queries before RoPE over the tokens seen; None unless needed.
+        query_covariance: ``(B, Hq, D, D)`` float32, their population covariance; None with ``query_mean``.
+        rope: the layer's rotation, with the moments.
         scaling: attention logits are ``scaling * q . k``.
         softcap: logits are squashed by ``softcap * tanh(logits / softcap)`` if set.
         layer: index of the layer in the model; ``num_layers`` counts the model's layers.
@@ -45,6 +50,9 @@ class CacheView:
     query_valid: Tensor | None = None
     attention: Tensor | None = None
     replay: Tensor | None = None
+    query_mean: Tensor | None = None
+    query_covariance: Tensor | None = None
+    rope: Rope | None = None
     scaling: float = 1.0
     softcap: float | None = None
     layer: int = 0

@@ -24,7 +24,8 @@ class Scorer(ABC):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """What the cache must collect: ``"queries"`` (the last ``window``), ``"attention"`` (accumulated weights), or
-    ``"replay"`` (the tokens are read a second time before an eviction)."""
+    ``"replay"`` (the tokens are read a second time before an eviction), or ``"moments"`` (mean and covariance of the
+    queries before RoPE, which needs a model with rotary positions)."""
 
     signed: ClassVar[bool] = False
     """Whether scores can be negative; if so, refiners see them through :meth:`nonnegative`."""
