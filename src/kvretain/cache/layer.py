@@ -199,16 +199,18 @@ class RetentionLayer(CacheLayerMixin):
         assert plan is not None
         self._scaling, self._softcap, self._observed = scaling, softcap, self.seen
         query = query.detach()
-        positions = session.columns.positions(self.seen - plan.columns, self.seen, query.device)
-        padded = session.columns.real is not None and bool((positions < 0).any())
+        valid = None
+        if session.columns.real is not None or "moments" in scorer.needs:
+            positions = session.columns.positions(self.seen - plan.columns, self.seen, query.device)
+            valid = positions >= 0 if bool((positions < 0).any()) else None
         if "queries" in scorer.needs:
-            self._remember(query, positions >= 0 if padded else None, scorer.window)
+            self._remember(query, valid, scorer.window)
         if "moments" in scorer.needs:
             with torch.autocast(query.device.type, enabled=False):
                 self._measure(query, positions, scorer.first)
         if "attention" in scorer.needs:
             with torch.autocast(query.device.type, enabled=False):
-                self._accumulate(query, positions >= 0 if padded else None, sinks)
+                self._accumulate(query, valid, sinks)
         if plan.evict and not session.policy.deferred:
             session.evict([self])
 
@@ -226,6 +228,11 @@ class RetentionLayer(CacheLayerMixin):
             self._window = queries.gather(2, last[:, None, :, None].expand(-1, heads, -1, width))
             self._window_valid = real.gather(1, last)
             self._oldest = 0
+            return
+        if query.shape[2] == 1:
+            self._window[:, :, self._oldest] = query[:, :, 0]
+            self._window_valid[:, self._oldest] = True
+            self._oldest = (self._oldest + 1) % size
             return
         query = query[:, :, -size:]
         slots = torch.arange(query.shape[2], device=query.device).add(self._oldest).remainder(size)

@@ -1,0 +1,89 @@
+"""One prefill, many policies: record a context once in a cache that evicts nothing, compress copies of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache import CacheView, RetentionCache
+from ..policy import Policy
+from ..scores import Scorer
+
+
+@dataclass(frozen=True)
+class _Recorder(Scorer):
+    """Collects what several scorers need and scores nothing."""
+
+    needs: frozenset[str] = frozenset()  # type: ignore[misc]
+    queries: int = 0
+
+    @property
+    def window(self) -> int:
+        return self.queries
+
+    def score(self, view: CacheView) -> Tensor:
+        raise NotImplementedError("a recorder keeps everything")
+
+
+def recording_key(policy: Policy) -> tuple[bool, Scorer | None]:
+    """Policies with the same key can be served by one recording.
+
+    Unequal numbers of entries need another storage, and a scorer that replays the context (``kvzip``) a cache of its
+    own.
+    """
+    return policy.ragged, policy.scorer if "replay" in policy.needs else None
+
+
+def record(model: Any, ids: Sequence[int], policies: Sequence[Policy]) -> RetentionCache:
+    """Prefills ``ids`` in a cache that never evicts by itself and collects what all ``policies`` need, for
+    :meth:`~kvretain.RetentionCache.compress`.
+
+    Raises:
+        ValueError: ``policies`` differ in their :func:`recording_key`.
+    """
+    policies = [policy for policy in policies if policy.scorer is not None]
+    keys = {recording_key(policy) for policy in policies}
+    if len(keys) > 1:
+        raise ValueError("these policies cannot share a recording, see recording_key")
+    _, replayed = keys.pop() if keys else (False, None)
+    scorers = [policy.scorer for policy in policies if policy.scorer is not None]
+    needs = frozenset(need for scorer in scorers for need in scorer.needs)
+    collect = replayed or _Recorder(needs, max((scorer.window for scorer in scorers), default=0))
+    own = dataclasses.replace(policies[0], scorer=collect, refiner=None) if policies else Policy(collect)
+    cache = RetentionCache.for_model(model, own, ratio=0)
+    prefill(model, ids, cache)
+    if replayed:
+        cache.compress(own, ratio=0)  # replays the context once, so that the copies need not; evicts nothing
+    return cache
+
+
+def compressed(recorded: RetentionCache, policy: Policy, ratio: float | None) -> RetentionCache:
+    """A copy of ``recorded`` after ``policy`` removed ``ratio`` of it; from then on the copy keeps everything."""
+    cache = copy.deepcopy(recorded)
+    if policy.scorer is not None and ratio is not None:
+        cache.compress(policy, ratio=ratio)
+    return cache
+
+
+def forward(model: Any, ids: Sequence[int], cache: RetentionCache, *, logits: int = 0) -> Tensor:
+    """Feeds ``ids``; returns float32 logits ``(n, V)`` of the last ``logits`` tokens, 0 for all of them."""
+    tokens = torch.tensor([list(ids)], device=model.device)
+    with torch.inference_mode(), warnings.catch_warnings():
+        # Renamed in transformers 5.18; the old name serves the whole supported range.
+        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
+        return model(input_ids=tokens, past_key_values=cache, logits_to_keep=logits).logits[0].float()
+
+
+def prefill(model: Any, ids: Sequence[int], cache: RetentionCache) -> None:
+    """Feeds ``ids`` without computing logits."""
+    tokens = torch.tensor([list(ids)], device=model.device)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
+        model.get_decoder()(input_ids=tokens, past_key_values=cache)

@@ -1,0 +1,245 @@
+"""Runs an evaluation: examples as units of work, in one or several processes, stored as they finish. No terminal
+here."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import data
+from ..models import load_model
+from ..policy import Policy
+from ..tasks.continuation import build_continuation
+from ..tasks.example import Continuation, Example, Source
+from ..tasks.needles import NEEDLES, build_needle
+from ..tasks.svamp import build_svamp, load_svamp
+from .measure import FULL, Case, measure
+from .store import Store
+
+TASKS = (*NEEDLES, "continuation", "svamp")
+ALWAYS = ("full", "random", "streaming")
+"""Policies that every evaluation carries."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the examples are, and how they are measured.
+
+    Attributes:
+        model, dtype, device: arguments of :func:`kvretain.load_model`.
+        length: tokens of a context.
+        following: predictions compared in a continuation.
+        seed: chooses the examples.
+        aware: whether the question is compressed with the context.
+        generate: whether to write greedy replies.
+        text: a file to take contexts from, None for the bundled chapter.
+        svamp: SVAMP's JSONL file, needed for that task.
+        threads: CPU threads of each process.
+    """
+
+    model: str
+    dtype: str | None = None
+    device: str | None = None
+    length: int = 1024
+    following: int = 256
+    seed: int = 0
+    aware: bool = False
+    generate: bool = True
+    text: str | None = None
+    svamp: str | None = None
+    threads: int = 1
+
+    def read_text(self) -> str:
+        """The text to take contexts from.
+
+        Raises:
+            ValueError: it is not UTF-8.
+        """
+        if self.text is None:
+            return data.chapter()
+        try:
+            return Path(self.text).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"--text {self.text} is not UTF-8 text") from None
+
+    def identity(self) -> dict[str, Any]:
+        """What rows must share to be comparable: settings, contents of the files, and versions."""
+        import transformers
+
+        from .. import __version__
+
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "length": self.length,
+            "following": self.following,
+            "seed": self.seed,
+            "question": "compressed with the context" if self.aware else "after the compression",
+            "generate": self.generate,
+            "text": hashlib.sha256(self.read_text().encode()).hexdigest()[:16],
+            "kvretain": __version__,
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+        }
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One example and the cases still to be measured on it."""
+
+    task: str
+    index: int
+    cases: tuple[Case, ...]
+
+
+def cases_of(policies: Sequence[str], ratios: Sequence[float]) -> list[Case]:
+    """Every policy at every ratio, in one spelling each; the policies of :data:`ALWAYS` come first, ``full`` once.
+
+    Raises:
+        ValueError: a bad policy.
+    """
+    names = list(dict.fromkeys(str(Policy.parse(policy)) for policy in (*ALWAYS, *policies)))
+    return [FULL] + [Case(name, ratio) for ratio in dict.fromkeys(ratios) for name in names if name != FULL.policy]
+
+
+def plan(store: Store, tasks: Sequence[str], indices: range, cases: Sequence[Case]) -> list[Unit]:
+    """What is still to be done, one example of each task after the other."""
+    units = [Unit(t, i, tuple(store.missing(t, i, cases))) for i in indices for t in dict.fromkeys(tasks)]
+    return [unit for unit in units if unit.cases]
+
+
+@dataclass
+class Bench:
+    """A loaded model at work on a setting's examples."""
+
+    setting: Setting
+    model: Any
+    tokenizer: Any
+    _problems: list[Any] = field(default_factory=list)
+
+    @cached_property
+    def source(self) -> Source:
+        """The setting's text."""
+        return Source(self.setting.read_text(), self.tokenizer)
+
+    def example(self, task: str, index: int) -> Example | Continuation:
+        """The ``index``-th example of a task.
+
+        Raises:
+            ValueError: a text too short, no SVAMP file, or what the generators refuse.
+        """
+        setting = self.setting
+        if task == "continuation":
+            following = setting.following
+            return build_continuation(self.source, index, tokens=setting.length, following=following, seed=setting.seed)
+        if task == "svamp":
+            if setting.svamp is None:
+                raise ValueError("the task 'svamp' needs --data with SVAMP's JSONL file")
+            self._problems = self._problems or load_svamp(setting.svamp)
+            return build_svamp(self._problems, index, seed=setting.seed)
+        return build_needle(self.source, task, index, tokens=setting.length, seed=setting.seed)
+
+    def work(self, unit: Unit, store: Store, report: Callable[[], None]) -> None:
+        """Measures a unit and stores its rows."""
+        rows = measure(
+            self.model,
+            self.tokenizer,
+            self.example(unit.task, unit.index),
+            unit.cases,
+            aware=self.setting.aware,
+            generate=self.setting.generate,
+            report=report,
+        )
+        store.add(rows)
+
+
+def run(
+    setting: Setting,
+    store: Store,
+    units: Sequence[Unit],
+    *,
+    workers: int = 1,
+    report: Callable[[], None] = lambda: None,
+) -> Iterator[Unit]:
+    """Works off ``units`` and yields each when its rows are stored.
+
+    Args:
+        setting: what the units share.
+        store: where rows go.
+        units: from :func:`plan`.
+        workers: 1 works in this process; more start that many, each with its own model.
+        report: called after each case of a unit.
+    """
+    if not units:
+        return
+    if workers == 1:
+        bench = _bench(setting)
+        for unit in units:
+            bench.work(unit, store, report)
+            yield unit
+        return
+    spawn = multiprocessing.get_context("spawn")
+    ticks = spawn.Queue()
+    arguments = (setting, store, ticks)
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=arguments) as pool:
+        # Workers inherit that Ctrl-C is ignored: it reaches this process, which then ends them.
+        before, interrupt = set(multiprocessing.active_children()), signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            pending = {pool.submit(_work, unit): unit for unit in units}
+        finally:
+            signal.signal(signal.SIGINT, interrupt)
+        started = set(multiprocessing.active_children()) - before
+        try:
+            while pending:
+                with suppress(queue.Empty):
+                    ticks.get(timeout=0.2)
+                    report()
+                for future in [future for future in pending if future.done()]:
+                    future.result()
+                    yield pending.pop(future)
+        except BaseException:
+            for process in started:
+                process.terminate()
+            raise
+
+
+def _bench(setting: Setting) -> Bench:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(setting.threads)
+    return Bench(setting, *load_model(setting.model, dtype=setting.dtype, device=setting.device))
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(setting: Setting, store: Store, ticks: Any) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        # A killed parent cannot end its workers: they end themselves.
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    _worker.update(bench=_bench(setting), store=store, ticks=ticks)
+
+
+def _work(unit: Unit) -> None:
+    _worker["bench"].work(unit, _worker["store"], lambda: _worker["ticks"].put(None))

@@ -1,0 +1,141 @@
+"""Results on disk: one Parquet file per example, written in one piece or not at all.
+
+::
+
+    DIR/run.json                what was run: settings, versions, the last command
+    DIR/parts/single-00007.parquet    the rows of one example
+    DIR/rows.parquet            all of them, in order
+    DIR/summary.json, summary.md
+
+A run that is killed loses the examples under way and nothing else; the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .measure import Case, Measurement
+
+
+def _arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError('evaluations are stored with pyarrow: pip install "kvretain[cli,arrow]"') from None
+    return pyarrow, pyarrow.parquet
+
+
+def _schema() -> Any:
+    pyarrow, _ = _arrow()
+    kinds = {
+        "str": pyarrow.string(),
+        "int": pyarrow.int64(),
+        "float": pyarrow.float64(),
+        "bool": pyarrow.bool_(),
+    }
+    fields = dataclasses.fields(Measurement)
+    return pyarrow.schema([(field.name, kinds[str(field.type).partition(" ")[0]]) for field in fields])
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes ``content`` so that ``path`` holds all of it or what it held before, whenever the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class Store:
+    """The folder of one evaluation.
+
+    Args:
+        folder: made if it is not there.
+        identity: what all rows of the folder share; a folder with another identity is refused.
+
+    Raises:
+        ValueError: the folder holds an evaluation with other settings (names them), or something else.
+        ImportError: pyarrow is not installed.
+    """
+
+    def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
+        _arrow()
+        self.folder, self.identity = Path(folder), identity
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{folder} is a file; --out is a folder")
+        if (self.folder / "run.json").is_file() and any((self.folder / "parts").glob("*.parquet")):
+            known = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))["identity"]
+            wanted = json.loads(json.dumps(identity))
+            changed = [
+                f"{key} ({known.get(key)!r} there, {wanted.get(key)!r} now)"
+                for key in sorted({*known, *wanted})
+                if known.get(key) != wanted.get(key)
+            ]
+            if changed:
+                raise ValueError(f"{folder} holds an evaluation with another {', '.join(changed)}: use another folder")
+        elif self.folder.exists() and any(path.name not in ("run.json", "parts") for path in self.folder.iterdir()):
+            raise ValueError(f"{folder} is not empty and holds no evaluation: use another folder")
+
+    def begin(self, run: dict[str, Any]) -> None:
+        """Writes ``run.json``: the identity and ``run``, what else there is to know."""
+        content = json.dumps({"identity": self.identity, **run}, indent=2, ensure_ascii=False) + "\n"
+        write_whole(self.folder / "run.json", content.encode())
+
+    def _part(self, task: str, index: int) -> Path:
+        return self.folder / "parts" / f"{task}-{index:05d}.parquet"
+
+    def read(self, task: str, index: int) -> list[Measurement]:
+        """The rows of one example, none if there are none yet."""
+        path = self._part(task, index)
+        return self._rows(path) if path.is_file() else []
+
+    def _rows(self, path: Path) -> list[Measurement]:
+        pyarrow, parquet = _arrow()
+        try:
+            table = parquet.read_table(path, schema=_schema())
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{path} cannot be read ({error}); delete it and run the command again") from None
+        return [Measurement(**row) for row in table.to_pylist()]
+
+    def add(self, rows: Sequence[Measurement]) -> None:
+        """Adds rows of one example, durably; the same cases are replaced."""
+        task, index = rows[0].task, rows[0].index
+        merged = {Case(row.policy, row.ratio): row for row in (*self.read(task, index), *rows)}
+        write_whole(self._part(task, index), self._encode(merged.values(), {}))
+
+    def _encode(self, rows: Iterable[Measurement], about: dict[str, Any]) -> bytes:
+        pyarrow, parquet = _arrow()
+        schema = _schema().with_metadata({"kvretain": json.dumps({"identity": self.identity, **about})})
+        table = pyarrow.Table.from_pylist([dataclasses.asdict(row) for row in rows], schema=schema)
+        sink = pyarrow.BufferOutputStream()
+        parquet.write_table(table, sink)
+        return bytes(sink.getvalue().to_pybytes())
+
+    def missing(self, task: str, index: int, cases: Sequence[Case]) -> list[Case]:
+        """Those of ``cases`` that the example has no row for."""
+        known = {Case(row.policy, row.ratio) for row in self.read(task, index)}
+        return [case for case in cases if case not in known]
+
+    def rows(self) -> list[Measurement]:
+        """All rows, by task and example."""
+        parts = sorted((self.folder / "parts").glob("*.parquet"))
+        return [row for part in parts for row in self._rows(part)]
+
+    def finish(self, about: dict[str, Any], summary: dict[str, Any], markdown: str) -> list[Path]:
+        """Writes ``rows.parquet`` and the summary; returns their paths."""
+        files = {
+            "rows.parquet": self._encode(self.rows(), about),
+            "summary.json": (json.dumps(summary, indent=2, ensure_ascii=False) + "\n").encode(),
+            "summary.md": markdown.encode(),
+        }
+        for name, content in files.items():
+            write_whole(self.folder / name, content)
+        return [self.folder / name for name in files]

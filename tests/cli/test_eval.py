@@ -1,0 +1,158 @@
+"""``kvretain eval``: what it writes and shows, and every bad input."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from checkpoint import save_tiny_checkpoint
+from typer.testing import CliRunner
+
+from kvretain import models
+from kvretain.commands import app
+
+pytest.importorskip("pyarrow")
+from pyarrow import parquet
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)], **options)
+
+
+SMALL = ("--length", 300, "--following", 8, "--n", 2, "--ratios", "0.5,0.9", "--policies", "knorm,knorm+hub")
+
+
+def test_help_teaches():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "kvretain eval" in result.stdout
+
+
+def test_it_writes_rows_and_a_summary(checkpoint, tmp_path):
+    out = tmp_path / "out"
+    arguments = ("-m", checkpoint, *SMALL, "--tasks", "single,continuation", "--scopes", "head,layer", "--out", out)
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    cases = 1 + 2 * (2 + 4)
+    rows = parquet.read_table(out / "rows.parquet").to_pylist()
+    assert len(rows) == 2 * 2 * cases
+    page = (out / "summary.md").read_text(encoding="utf-8")
+    assert page in result.stdout and "4 examples measured now" in result.stdout
+    for text in ("## single", "## continuation", "`knorm+hub@layer`", "`streaming`", "paired by example", checkpoint):
+        assert text in page
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert len(summary["cells"]) == 2 * cases and len(summary["differences"]) == 2 * 2 * 2
+    assert summary["command"].startswith("kvretain ") and summary["torch"] and summary["seed"] == 0
+    # Once more: nothing is left to do and nothing changes.
+    again = run(*arguments)
+    assert again.exit_code == 0
+    assert (out / "summary.md").read_text(encoding="utf-8") == page
+    assert "0 examples measured now" in again.stdout
+
+
+def test_json_and_limit(checkpoint, tmp_path):
+    arguments = ("-m", checkpoint, *SMALL, "--out", tmp_path / "out", "--limit", 1, "--json")
+    first = json.loads(run(*arguments).stdout)
+    assert (first["examples_left"], first["rows"]) == (1, 1 + 2 * 4)
+    second = json.loads(run(*arguments).stdout)
+    assert (second["examples_left"], second["rows"]) == (0, 2 * (1 + 2 * 4))
+    assert {cell["n"] for cell in second["cells"]} == {2}
+
+
+def test_skip_takes_another_part_of_the_series(checkpoint, tmp_path):
+    arguments = ("-m", checkpoint, *SMALL, "--json")
+    run(*arguments, "--out", tmp_path / "a", "--n", 3)
+    run(*arguments, "--out", tmp_path / "b", "--n", 1, "--skip", 2)
+    (part,) = (tmp_path / "b" / "parts").iterdir()
+    other = tmp_path / "a" / "parts" / part.name
+    rows = [parquet.read_table(p).drop_columns(["seconds", "prefill_seconds"]) for p in (part, other)]
+    assert rows[0].to_pylist() == rows[1].to_pylist() and rows[0].num_rows == 9
+
+
+def test_aware_and_a_text_of_ones_own(checkpoint, tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("The Walrus keeps the key in Oslo. The Carpenter has none. " * 60, encoding="utf-8")
+    rows = {}
+    for mode in ("--aware", "--blind"):
+        result = run("-m", checkpoint, *SMALL, "--text", text, mode, "--no-generate", "--out", tmp_path / mode[2:])
+        assert result.exit_code == 0, result.output
+        rows[mode] = parquet.read_table(tmp_path / mode[2:] / "rows.parquet").to_pylist()
+    lengths = [{row["context_tokens"] for row in rows[mode]} for mode in ("--aware", "--blind")]
+    assert min(lengths[0]) > max(lengths[1])
+
+
+def test_svamp(checkpoint, tmp_path):
+    path = tmp_path / "svamp.jsonl"
+    row = {"Body": "Ann has 3 figs.", "Question": "How many?", "Equation": "( 1.0 + 2.0 )", "Answer": 3.0}
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(120)), encoding="utf-8")
+    result = run("-m", checkpoint, *SMALL, "--tasks", "svamp", "--data", path, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "## svamp" in result.stdout
+
+
+BAD = [
+    (("--tasks", "haystack"), "unknown task 'haystack'; valid: single, "),
+    (("--tasks", "single,,words"), "--tasks has an empty item"),
+    (("--tasks", "svamp"), "needs --data"),
+    (("--tasks", "svamp", "--data", "FOLDER/none"), "No such file"),
+    (("--tasks", "svamp", "--data", "TEXT"), "line 1: no SVAMP row"),
+    (("--policies", "nonsense"), "unknown scorer 'nonsense'"),
+    (("--policies", "snapkv(widow=3,kernel=5),knorm"), "takes no 'widow'"),
+    (("--scopes", "planet"), "unknown scope 'planet'"),
+    (("--ratios", "half"), "--ratios: 'half' is not a number"),
+    (("--ratios", "0.5,1"), r"a number in \[0, 1\), not 1.0"),
+    (("--text", "FOLDER/none"), "No such file"),
+    (("--text", "BINARY"), "is not UTF-8"),
+    (("-m", "./nowhere"), "no model at './nowhere'"),
+    (("--dtype", "int8"), "unknown dtype"),
+    (("--out", "FOLDER"), "is not empty and holds no evaluation"),
+    (("--out", "TEXT"), "is a file"),
+    (("-m", "CHECKPOINT", "--length", "5"), "5 tokens leave no room"),
+    (("-m", "CHECKPOINT", "--length", "90000"), "too few for contexts"),
+    (("-m", "CHECKPOINT", "--length", "90000", "--tasks", "continuation"), "a continuation needs 90,257"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_bad_input_is_one_line_and_code_2(arguments, message, tmp_path, checkpoint, monkeypatch):
+    if "CHECKPOINT" not in arguments:
+        monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    (tmp_path / "text").write_text("Tea is served.\n", encoding="utf-8")
+    places = {"TEXT": tmp_path / "text", "FOLDER": tmp_path, "BINARY": tmp_path / "binary", "CHECKPOINT": checkpoint}
+    places["FOLDER/none"] = tmp_path / "none"
+    result = run("--out", tmp_path / "out", *(places.get(a, a) for a in arguments))
+    assert result.exit_code == 2
+    assert re.fullmatch(rf"error: [^\n]*{message}[^\n]*\n", result.stderr), result.stderr
+    assert result.stdout == ""
+
+
+def test_another_setting_in_the_same_folder_is_refused(checkpoint, tmp_path):
+    assert run("-m", checkpoint, *SMALL, "--out", tmp_path / "out").exit_code == 0
+    result = run("-m", checkpoint, *SMALL, "--seed", 3, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "another seed (0 there, 3 now): use another folder" in " ".join(result.stderr.split())
+
+
+def test_a_folder_without_results_binds_nothing(checkpoint, tmp_path):
+    arguments = ("-m", checkpoint, "--policies", "knorm", "--ratios", "0.5", "--n", 1, "--out", tmp_path / "out")
+    assert run(*arguments, "--length", 5).exit_code == 2
+    assert run(*arguments, "--length", 300).exit_code == 0
+
+
+def test_a_log_has_a_line_an_example(checkpoint, tmp_path):
+    result = run("-m", checkpoint, *SMALL, "--out", tmp_path / "out")
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2 and "single 1 is done, 2 of 2 examples" in lines[1] and "about 0 s left" in lines[1]
+
+
+def test_usage_errors():
+    for arguments in ((), ("--out", "x", "--n", "0"), ("--out", "x", "--workers", "none")):
+        result = run(*arguments)
+        assert result.exit_code == 2 and "Usage" in result.stderr
+        assert not Path("x").exists()
