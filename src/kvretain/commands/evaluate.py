@@ -1,0 +1,192 @@
+"""``kvretain eval``: does a policy help? Resumable runs and paired intervals."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .. import models
+from .shared import AsJson, Device, Dtype, Model, app, check_budget, check_model, clear_errors, err, out, print_json
+
+if TYPE_CHECKING:
+    from ..evidence.runner import Setting, Unit
+    from ..evidence.store import Store
+
+
+def _split(values: list[str], option: str) -> list[str]:
+    """Comma-separated items of a repeatable option; commas inside parentheses belong to an item."""
+    items = [item.strip() for value in values for item in re.split(r",(?![^()]*\))", value)]
+    if not items or "" in items:
+        raise ValueError(f"{option} has an empty item")
+    return items
+
+
+def _scoped(policies: list[str], scopes: list[str] | None) -> list[str]:
+    """Each policy at each scope; those that name a scope, and ``full``, stay as they are."""
+    if scopes is None:
+        return policies
+    names = _split(scopes, "--scopes")
+    return [
+        text if "@" in text or text == "full" else f"{text}@{scope}"
+        for scope in names
+        for text in policies
+    ]  # fmt: skip
+
+
+@app.command(
+    "eval",
+    epilog="""
+Examples:
+
+- `kvretain eval --out results` – 20 five-digit needles in 1,024 tokens, four policies, half and 90 % removed
+- `kvretain eval --tasks single,continuation --policies snapkv,snapkv+hub --scopes head,layer --ratios 0.5,0.75,0.9 \
+--n 100 --text book.txt --workers 2 --out results` – a table that can be read for differences
+- `kvretain eval --tasks svamp --data svamp/test.jsonl --policies knorm,knorm+hub --out svamp-results`
+
+Killed or stopped, the same command goes on where it was. Policies, ratios, tasks and examples may be added to a folder.
+""",
+)
+def evaluate(
+    out_folder: Annotated[str, typer.Option("--out", help="Folder for the results; one that is there is continued.")],
+    model: Model = models.EMBEDDED,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Comma-separated: single, single7, multikey, multivalue, multiquery, tracking, words (needles), "
+            "continuation, svamp. Default: single."
+        ),
+    ] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(help="Comma-separated policies; full, random and streaming always come along."),
+    ] = None,
+    ratios: Annotated[list[str] | None, typer.Option(help="Comma-separated fractions REMOVED.")] = None,
+    scopes: Annotated[
+        list[str] | None, typer.Option(help="Comma-separated: run the policies that name no scope at each of these.")
+    ] = None,
+    n: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 20,
+    skip: Annotated[int, typer.Option(min=0, help="Start at this example: another part of the same series.")] = 0,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a context.")] = 1024,
+    following: Annotated[int, typer.Option(min=1, help="Tokens compared after a context, for continuation.")] = 256,
+    aware: Annotated[
+        bool,
+        typer.Option("--aware/--blind", help="Compress the question with the context, or the context before it."),
+    ] = False,
+    generate: Annotated[
+        bool,
+        typer.Option(
+            "--generate/--no-generate",
+            help="Write greedy replies, or only tell (faster) whether they would begin with the right answer.",
+        ),
+    ] = True,
+    text: Annotated[
+        str | None, typer.Option(help="Text file to take contexts from; default: a chapter of Alice (3,000 tokens).")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="SVAMP's test.jsonl, for the task svamp.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the examples.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, each with its own model.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each process.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many examples; go on another time.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what policies lose: needles, continuations and word problems, with intervals."""
+    started = time.perf_counter()
+    with clear_errors():
+        check_model(model, dtype)
+        # One thread is the fastest for so small a model; BLAS reads this when a worker starts.
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        from ..evidence import report, runner
+        from ..evidence.store import Store
+
+        chosen = _split(tasks or ["single"], "--tasks")
+        if unknown := [task for task in chosen if task not in runner.TASKS]:
+            raise ValueError(f"unknown task {unknown[0]!r}; valid: {', '.join(runner.TASKS)}")
+        values = [_ratio(item) for item in _split(ratios or ["0.5,0.9"], "--ratios")]
+        names = _scoped(_split(policies or ["snapkv,snapkv+hub,keydiff,keydiff+hub"], "--policies"), scopes)
+        for name in names:
+            for value in values:
+                check_budget(name, None, value)
+        cases = runner.cases_of(names, values)
+        if "svamp" in chosen:
+            if data is None:
+                raise ValueError("the task 'svamp' needs --data with SVAMP's test.jsonl")
+            from ..tasks.svamp import load_svamp
+
+            load_svamp(data)
+        setting = runner.Setting(model, dtype, device, length, following, seed, aware, generate, text, data, threads)
+        store = Store(out_folder, setting.identity())
+        units = runner.plan(store, chosen, range(skip, skip + n), cases)
+        total = len(units)
+        units = units[:limit]
+        about = {**store.identity, "command": "kvretain " + shlex.join(sys.argv[1:])}
+        store.begin({"command": about["command"], "policies": names, "ratios": values, "n": n, "skip": skip})
+        done = _work_off(setting, store, units, workers)
+        rows = store.rows()
+        summary = report.summarise(rows, seed=seed)
+        page = report.markdown(summary, about)
+        files = store.finish(about, {**about, **summary}, page)
+    if as_json:
+        print_json({**about, **summary, "rows": len(rows), "examples_left": total - done})
+        return
+    out.print(page, markup=False, highlight=False, soft_wrap=True)
+    seconds = time.perf_counter() - started
+    left = f"; {total - done} examples are left: the same command goes on" if total > done else ""
+    per = f", {seconds / done:.1f} s each" if done else ""
+    out.print(
+        f"{len(rows):,} rows in {', '.join(map(str, files))}; {done} examples measured now{per}{left}.",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _ratio(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--ratios: {text!r} is not a number") from None
+
+
+def _work_off(setting: Setting, store: Store, units: list[Unit], workers: int) -> int:
+    """Runs the units under a progress bar with the time left; returns how many were done."""
+    from ..evidence import runner
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} measurements,"),
+        TimeElapsedColumn(),
+        TextColumn("so far,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    total, measured, done = sum(len(unit.cases) for unit in units), 0, 0
+    began = time.perf_counter()
+    # Examples take minutes: the speed is that of the last hour. A log gets a line an example instead of a bar.
+    with Progress(
+        *columns, console=err, speed_estimate_period=3600, transient=True, disable=not err.is_terminal
+    ) as progress:
+        bar = progress.add_task("loading the model", total=total)
+
+        def tick() -> None:
+            progress.update(bar, advance=1, description="measuring")
+
+        workers = min(workers, max(1, len(units)))
+        for unit in runner.run(setting, store, units, workers=workers, report=tick):
+            done, measured = done + 1, measured + len(unit.cases)
+            if not err.is_terminal:
+                elapsed = time.perf_counter() - began
+                left = elapsed / measured * (total - measured)
+                where = f"{unit.task} {unit.index} is done, {done} of {len(units)} examples"
+                err.print(f"{where}, {elapsed:.0f} s so far, about {left:.0f} s left", highlight=False, soft_wrap=True)
+    return done

@@ -1,0 +1,171 @@
+"""What the commands share: the application, options, checks and messages.
+
+Answers and tables go to standard output, progress and errors to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .. import __version__, models
+from ..cache.budget import Budget
+from ..policy import Policy
+
+out = Console()
+err = Console(stderr=True)
+
+app = typer.Typer(
+    name="kvretain",
+    help="Keep a transformer's KV cache inside a fixed budget. **Lossy**: what is evicted is gone.",
+    epilog="Start with `kvretain demo`. Every command explains itself: `kvretain ask --help`.",
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"kvretain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+# Options that several commands share.
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", help=f"{models.EMBEDDED} (no hub needed), a model folder, a .gguf file, or a hub name."
+    ),
+]
+PolicyText = Annotated[
+    str,
+    typer.Option(
+        "--policy", "-p", help="What to keep: a name from `kvretain policies`, or a text such as snapkv+hub@layer."
+    ),
+]
+BudgetSize = Annotated[int | None, typer.Option("--budget", "-b", help="Entries kept per head. This or --ratio.")]
+Ratio = Annotated[
+    float | None, typer.Option("--ratio", "-r", help="Fraction REMOVED of the tokens seen, from 0 to below 1.")
+]
+Every = Annotated[int, typer.Option(help="While decoding, compress once this many tokens stand above the budget.")]
+Sinks = Annotated[int | None, typer.Option(help="First tokens always kept; by default the policy decides.")]
+Recent = Annotated[int | None, typer.Option(help="Last tokens always kept; by default the policy decides.")]
+MaxNew = Annotated[int, typer.Option(min=1, help="Most tokens to write.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy; above it, tokens are drawn at random.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens with this share of the probability.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.")]
+Seed = Annotated[int, typer.Option(help="Makes drawing at random reproducible.")]
+Chunk = Annotated[
+    int | None,
+    typer.Option(help="Prefill in passes of this many tokens, each compressed (lower peak memory); default: one pass."),
+]
+Blind = Annotated[bool, typer.Option("--blind", help="Compress the context before the question is known.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, ... or auto (spread the layers); default: CUDA if any.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+DEFAULT_POLICY = "snapkv+hub"
+
+
+def fail(message: object, code: int = 2) -> NoReturn:
+    """Prints one line of error and ends the command: code 2 for bad input, 1 for what went wrong outside."""
+    line = " ".join(str(message).split())
+    err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turns errors that a user can mend into one line."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        fail(error)
+    except (ImportError, RuntimeError) as error:
+        fail(error, code=1)
+
+
+def check_budget(policy: str, budget: int | None, ratio: float | None, **protected: Any) -> None:
+    """Raises ValueError for a bad policy or budget, before a model is loaded."""
+    if Policy.parse(policy).scorer is not None:
+        Budget(budget, ratio, **protected)
+
+
+def check_model(model: str, dtype: str | None) -> None:
+    """Raises an error for a bad model name or type, or a missing package, before anything is loaded."""
+    models.require("torch", "transformers")
+    models.check_model_name(model)
+    if dtype:
+        models.parse_dtype(dtype)
+
+
+def print_json(value: Any) -> None:
+    """Prints ``value`` to standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def versions() -> dict[str, str]:
+    """The releases that a result depends on."""
+    import torch
+    import transformers
+
+    return {"kvretain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def load(model: str, dtype: str | None, device: str | None, threads: int | None) -> tuple[Any, Any]:
+    """The model and its tokenizer, quietly."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if threads:
+        torch.set_num_threads(threads)
+    with err.status(f"loading {escape(model)}"):
+        return models.load_model(model, dtype=dtype, device=device, progress=models.say)
+
+
+def read_text(source: str, option: str) -> str:
+    """The text in the file ``source``, or from standard input for ``-``.
+
+    Raises:
+        ValueError: it is not UTF-8 text, or empty.
+    """
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{option} {source} is not UTF-8 text") from None
+    if not text.strip():
+        raise ValueError(f"{option} {source} is empty")
+    return text
+
+
+def note_length(model: Any, tokens: int) -> None:
+    """Prints a note if ``tokens`` are more than ``model`` was made for."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and tokens > longest:
+        err.print(f"note: up to {tokens:,} tokens; the model was made for {longest:,}", style="yellow")
