@@ -14,9 +14,9 @@ from kvretain.tasks.example import Continuation, Example
 
 POLICIES = (
     "random", "streaming", "knorm", "keydiff+hub@layer", "tova", "snapkv+hub", "snapkv(window=16)@model",
-    "knorm@shared", "snapkv@model-heads", "pyramidkv", "kvzip+hub@layer", "hubkv",
+    "knorm@shared", "snapkv@model-heads", "pyramidkv", "kvzip+hub@layer", "hubkv", "expected", "expected+hub@head",
 )  # fmt: skip
-SHARED = tuple(p for p in POLICIES if not Policy.parse(p).ragged and "replay" not in Policy.parse(p).needs)
+SHARED = tuple(p for p in POLICIES if not Policy.parse(p).ragged and not Policy.parse(p).needs & {"replay", "moments"})
 
 
 class Letters:

@@ -29,16 +29,16 @@ class _Recorder(Scorer):
         return self.queries
 
     def score(self, view: CacheView) -> Tensor:
-        raise NotImplementedError("a recorder keeps everything")
+        raise AssertionError("a recorder keeps everything")
 
 
 def recording_key(policy: Policy) -> tuple[bool, Scorer | None]:
     """Policies with the same key can be served by one recording.
 
-    Unequal numbers of entries need another storage, and a scorer that replays the context (``kvzip``) a cache of its
-    own.
+    Unequal numbers of entries need another storage; a scorer whose own fields say what is collected (``kvzip``,
+    ``expected``) needs a cache of its own.
     """
-    return policy.ragged, policy.scorer if "replay" in policy.needs else None
+    return policy.ragged, policy.scorer if policy.needs & {"replay", "moments"} else None
 
 
 def record(model: Any, ids: Sequence[int], policies: Sequence[Policy]) -> RetentionCache:
@@ -52,14 +52,14 @@ def record(model: Any, ids: Sequence[int], policies: Sequence[Policy]) -> Retent
     keys = {recording_key(policy) for policy in policies}
     if len(keys) > 1:
         raise ValueError("these policies cannot share a recording, see recording_key")
-    _, replayed = keys.pop() if keys else (False, None)
+    _, own_scorer = keys.pop() if keys else (False, None)
     scorers = [policy.scorer for policy in policies if policy.scorer is not None]
     needs = frozenset(need for scorer in scorers for need in scorer.needs)
-    collect = replayed or _Recorder(needs, max((scorer.window for scorer in scorers), default=0))
+    collect = own_scorer or _Recorder(needs, max((scorer.window for scorer in scorers), default=0))
     own = dataclasses.replace(policies[0], scorer=collect, refiner=None) if policies else Policy(collect)
     cache = RetentionCache.for_model(model, own, ratio=0)
     prefill(model, ids, cache)
-    if replayed:
+    if "replay" in needs:
         cache.compress(own, ratio=0)  # replays the context once, so that the copies need not; evicts nothing
     return cache
 
