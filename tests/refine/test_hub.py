@@ -423,3 +423,64 @@ def test_shapes_and_dtypes_are_checked(scores, options, message):
 def test_positions_must_ascend(positions):
     with pytest.raises(ValueError, match="positions must ascend strictly"):
         hub_refine(torch.rand(1, 4), 0.9, positions=torch.tensor(positions))
+
+
+# --- other readings -------------------------------------------------------------------------------
+
+
+def test_a_slope_is_discounted_only_where_a_hub_is_near():
+    """The case in which the two readings of "neighbour" differ: on a ramp the next hub is far."""
+    ramp = torch.arange(1.0, 9.0)[None]
+    every = hub_refine(ramp, 0.5, calibrate=False)
+    near = hub_refine(ramp, 0.5, calibrate=False, neighbours="hub")
+    assert torch.equal(every[0, -3:], near[0, -3:])
+    assert torch.equal(near[0, :-3], ramp[0, :-3]) and bool((every[0, :-1] < ramp[0, :-1]).all())
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_near_hubs_against_a_double_loop(data):
+    size = data.draw(st.integers(1, 12))
+    kernel = data.draw(st.sampled_from([1, 3, 5]))
+    values = data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+    gaps = data.draw(st.lists(st.integers(1, 3), min_size=size, max_size=size))
+    positions = torch.tensor(gaps).cumsum(0)
+    radius = kernel // 2
+
+    def window(i):
+        return [j for j in range(size) if j != i and abs(int(positions[j] - positions[i])) <= radius]
+
+    hubs = [
+        values[i] > 0
+        and all(values[j] < values[i] or (values[j] == values[i] and positions[j] > positions[i]) for j in window(i))
+        for i in range(size)
+    ]
+    expected = [v if hubs[i] or not any(hubs[j] for j in window(i)) else v / 2 for i, v in enumerate(values)]
+    got = hub_refine(
+        torch.tensor([values], dtype=torch.float64),
+        1 - 1e-12,
+        kernel=kernel,
+        calibrate=False,
+        positions=positions,
+        neighbours="hub",
+    )
+    assert torch.allclose(got[0], torch.tensor(expected, dtype=torch.float64), atol=1e-9)
+
+
+@pytest.mark.parametrize("statistic", ["cv", "peak", "entropy"])
+def test_every_statistic_weighs_sharp_heads_more_and_is_scale_free(statistic):
+    sharp = torch.tensor([0.01, 0.01, 5.0, 0.01, 0.01, 0.01])
+    middle = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.5, 0.5])
+    flat = torch.tensor([1.0, 1.1, 1.0, 1.1, 1.0, 1.1])
+    scores = torch.stack([sharp, middle, flat, torch.zeros(6)])
+    weight = hub_refine(scores, 1 - 1e-7, discount=1.0, selectivity=statistic) / scores
+    assert float(weight[0, 2]) > float(weight[1, 2]) > float(weight[2, 1]) - 1e-6
+    scaled = hub_refine(scores * 7, 1 - 1e-7, discount=1.0, selectivity=statistic) / (scores * 7)
+    assert torch.allclose(weight[:3], scaled[:3], rtol=1e-4)
+    assert bool((hub_refine(scores, 0.9, selectivity=statistic)[3] == 0).all())
+
+
+@pytest.mark.parametrize("fields", [{"neighbours": "slot"}, {"selectivity": "gini"}])
+def test_unknown_readings_list_the_valid_ones(fields):
+    with pytest.raises(ValueError, match=r"hub_refine: unknown .*; valid: '"):
+        hub_refine(torch.ones(1, 3), 0.5, **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from ..slots import pack, pack_index
 from ._common import between, broadcasts, check_kernel, check_scores, check_share, gate_of
 from .base import Refiner, refiners
+
+NEIGHBOURS = ("position", "hub")
+SELECTIVITY = ("cv", "peak", "entropy")
 
 _FLAT = 1e-5  # a coefficient of variation below this is taken for rounding: the head is flat
 
@@ -28,6 +32,7 @@ def hub_refine(
     positions: Tensor | None = None,
     protected: Tensor | None = None,
     neighbours: str = "position",
+    selectivity: str = "cv",
 ) -> Tensor:
     """Scores corrected for local redundancy and for the sharpness of their head, so that top-k stops keeping clusters.
 
@@ -63,7 +68,10 @@ def hub_refine(
             Default: 0 to N-1. A negative position is padding and treated as protected.
         protected: bool, broadcasts to ``scores``. Protected entries keep their score, never count as neighbours and are
             left out of the head statistics.
-        neighbours: the reading of "neighbour"; only ``"position"`` for now.
+        neighbours: who is discounted: ``"position"``, every non-hub; or ``"hub"``, only non-hubs within
+            ``kernel // 2`` positions of a hub (the abstract's wording; they differ on slopes, where hubs are far).
+        selectivity: the statistic of step 3: ``"cv"``, population std / mean; ``"peak"``, max / mean; ``"entropy"``,
+            1 - entropy / log(entries) of the scores taken as shares.
 
     Returns:
         ``(..., H, N)`` refined scores. With a ``ratio`` of 0 that is ``scores`` itself (rows whose ratio is 0 in a
@@ -77,7 +85,7 @@ def hub_refine(
         >>> hub_refine(torch.tensor([[0.1, 0.4, 0.9, 0.3, 0.0]]), 0.5, calibrate=False)
         tensor([[0.0875, 0.3500, 0.9000, 0.2625, 0.0000]])
     """
-    _check_parameters(kernel, discount, weight_exponent, weight_clip, gate_exponent, neighbours)
+    _check_parameters(kernel, discount, weight_exponent, weight_clip, gate_exponent, neighbours, selectivity)
     _check_tensors(scores, positions, protected)
     gate = gate_of("hub_refine", ratio, gate_exponent, scores)
 
@@ -92,9 +100,9 @@ def hub_refine(
     if isinstance(gate, float) and gate == 0.0:
         return scores
 
-    beaten = _beaten(open_scores, kernel // 2, positions, excluded)
+    beaten = _beaten(open_scores, kernel // 2, positions, excluded, neighbours == "hub")
     if calibrate:
-        weight = _head_weights(open_scores, excluded, weight_exponent, weight_clip)
+        weight = _head_weights(open_scores, excluded, weight_exponent, weight_clip, selectivity)
     else:
         weight = open_scores.new_ones(*scores.shape[:-1], 1)
     # Factors of hubs and of the rest; arithmetic is several times faster than `where` on a mask as mixed as this one.
@@ -106,16 +114,17 @@ def hub_refine(
     return refined.to(scores.dtype)
 
 
-def _beaten(scores: Tensor, radius: int, positions: Tensor | None, excluded: Tensor | None) -> Tensor:
-    """``(..., H, N)`` bool: entries that are not hubs (undefined where ``scores`` is 0)."""
+def _beaten(scores: Tensor, radius: int, positions: Tensor | None, excluded: Tensor | None, near_hub: bool) -> Tensor:
+    """``(..., H, N)`` bool: entries that are not hubs (undefined where ``scores`` is 0); with ``near_hub``, only those
+    with a hub in their window."""
     if positions is None or scores.shape[-1] < 2:
-        return _beaten_slots(scores, radius, None)
+        return _beaten_slots(scores, radius, None, near_hub)
     positions = positions.to(torch.int32)  # differences are all that matters, and they are twice as fast
     gaps = positions.diff()
     lowest, highest = torch.stack(gaps.aminmax()).tolist()
     # Strictly ascending positions put all neighbours within `radius` slots; padding before them is no obstacle.
     if lowest > 0 or bool(((gaps > 0) | (positions[..., :-1] < 0)).all()):
-        return _beaten_slots(scores, radius, positions if highest > 1 else None)
+        return _beaten_slots(scores, radius, positions if highest > 1 else None, near_hub)
     # Padding, or protected entries out of order, stand between the others: set them aside.
     assert excluded is not None
     included = ~excluded.expand(scores.shape)
@@ -124,10 +133,10 @@ def _beaten(scores: Tensor, radius: int, positions: Tensor | None, excluded: Ten
     inside = torch.arange(1, scores.shape[-1], device=scores.device) < included.sum(-1, keepdim=True)
     if bool(((positions.diff() <= 0) & inside).any()):
         raise ValueError("hub_refine: positions must ascend strictly over the entries that are not protected")
-    return _beaten_slots(pack(scores, slots), radius, positions).gather(-1, slots)
+    return _beaten_slots(pack(scores, slots), radius, positions, near_hub).gather(-1, slots)
 
 
-def _beaten_slots(scores: Tensor, radius: int, positions: Tensor | None) -> Tensor:
+def _beaten_slots(scores: Tensor, radius: int, positions: Tensor | None, near_hub: bool) -> Tensor:
     """:func:`_beaten` when all neighbours lie within ``radius`` slots; slots are the positions if these are None."""
     beaten = torch.zeros_like(scores, dtype=torch.bool)
     for offset in range(1, min(radius, scores.shape[-1] - 1) + 1):
@@ -139,20 +148,38 @@ def _beaten_slots(scores: Tensor, radius: int, positions: Tensor | None) -> Tens
             earlier_wins &= near
         beaten[..., :-offset] |= later_wins
         beaten[..., offset:] |= earlier_wins
-    return beaten
+    if not near_hub:
+        return beaten
+    # A peak of 0 is no hub: there is nothing to be redundant with.
+    hubs, beside = ~beaten & (scores > 0), torch.zeros_like(beaten)
+    for offset in range(1, min(radius, scores.shape[-1] - 1) + 1):
+        within: Tensor | bool = (
+            True if positions is None else positions[..., offset:] - positions[..., :-offset] <= radius
+        )
+        beside[..., :-offset] |= hubs[..., offset:] & within
+        beside[..., offset:] |= hubs[..., :-offset] & within
+    return beaten & beside
 
 
-def _head_weights(scores: Tensor, excluded: Tensor | None, exponent: float, clip: tuple[float, float]) -> Tensor:
+def _head_weights(
+    scores: Tensor, excluded: Tensor | None, exponent: float, clip: tuple[float, float], statistic: str
+) -> Tensor:
     """Head weights ``(..., H, 1)`` of ``scores (..., H, N)``, which are 0 where ``excluded``."""
     count = torch.tensor(scores.shape[-1], dtype=scores.dtype, device=scores.device)
     if excluded is not None:
         count = count - excluded.sum(-1, keepdim=True, dtype=torch.int32)
     total = scores.sum(-1, keepdim=True)
-    relative = (scores / (total / count)).sub_(1)  # dividing first keeps squares in range, whatever the scores' scale
-    if excluded is not None:
-        relative.masked_fill_(excluded, 0.0)
     alive = total > 0
-    selectivity = torch.linalg.vector_norm(relative, dim=-1, keepdim=True) / count.sqrt()
+    if statistic == "cv":
+        relative = (scores / (total / count)).sub_(1)  # dividing first keeps squares in range, whatever the scale
+        if excluded is not None:
+            relative.masked_fill_(excluded, 0.0)
+        selectivity = torch.linalg.vector_norm(relative, dim=-1, keepdim=True) / count.sqrt()
+    elif statistic == "peak":
+        selectivity = scores.amax(-1, keepdim=True) / (total / count)
+    else:
+        entropy = torch.special.entr(scores / total).sum(-1, keepdim=True)
+        selectivity = 1 - entropy / count.log()
     selectivity = torch.where(alive & (selectivity > _FLAT), selectivity, 0.0)
     typical = selectivity.sum(-2, keepdim=True) / alive.sum(-2, keepdim=True).clamp_min(1)
     weight = (selectivity / typical).pow(exponent).clamp(*clip)
@@ -166,6 +193,7 @@ def _check_parameters(
     weight_clip: tuple[float, float],
     gate_exponent: float,
     neighbours: str,
+    selectivity: str,
 ) -> None:
     largest = sys.float_info.max
     check_kernel("hub_refine", kernel)
@@ -177,8 +205,9 @@ def _check_parameters(
         raise ValueError(f"hub_refine: weight_clip must be (low, high) with 0 <= low <= high, not {weight_clip!r}")
     if not between(0, gate_exponent, largest):
         raise ValueError(f"hub_refine: gate_exponent must be finite and >= 0, not {gate_exponent!r}")
-    if neighbours != "position":
-        raise ValueError(f"hub_refine: unknown neighbours {neighbours!r}; valid: 'position'")
+    for name, value, valid in (("neighbours", neighbours, NEIGHBOURS), ("selectivity", selectivity, SELECTIVITY)):
+        if value not in valid:
+            raise ValueError(f"hub_refine: unknown {name} {value!r}; valid: {', '.join(map(repr, valid))}")
 
 
 def _check_tensors(scores: Tensor, positions: Tensor | None, protected: Tensor | None) -> None:
@@ -215,7 +244,8 @@ class Hub(Refiner):
         weight_clip: smallest and largest head weight.
         gate_exponent: exponent of the ratio, >= 0.
         calibrate: whether heads are weighted.
-        neighbours: the reading of "neighbour"; only ``"position"`` for now.
+        neighbours: who is discounted, ``"position"`` or ``"hub"``.
+        selectivity: the heads' statistic, ``"cv"``, ``"peak"`` or ``"entropy"``.
 
     Raises:
         ValueError: a field is out of range.
@@ -228,24 +258,13 @@ class Hub(Refiner):
     gate_exponent: float = 2.0
     calibrate: bool = True
     neighbours: str = "position"
+    selectivity: str = "cv"
 
     def __post_init__(self) -> None:
-        _check_parameters(
-            self.kernel, self.discount, self.weight_exponent, self.weight_clip, self.gate_exponent, self.neighbours
-        )
+        fields = dataclasses.asdict(self)
+        del fields["calibrate"]
+        _check_parameters(**fields)
 
     def refine(self, scores: Tensor, ratio: float | Tensor, *, positions: Tensor, protected: Tensor) -> Tensor:
         """Refined scores ``(B, H, N)``; ``ratio`` is a number or ``(B,)``."""
-        return hub_refine(
-            scores,
-            ratio,
-            kernel=self.kernel,
-            discount=self.discount,
-            weight_exponent=self.weight_exponent,
-            weight_clip=self.weight_clip,
-            gate_exponent=self.gate_exponent,
-            calibrate=self.calibrate,
-            positions=positions,
-            protected=protected,
-            neighbours=self.neighbours,
-        )
+        return hub_refine(scores, ratio, **dataclasses.asdict(self), positions=positions, protected=protected)
