@@ -15,8 +15,8 @@ from kvretain.cache import support
 from kvretain.scores import Expected
 
 from .models import MODELS, forward, left_padded, model, tokens
-from .oracle import Oracle, compare, held, play
-from .test_oracle import SCRIPTS
+from .oracle import held
+from .test_oracle import SCRIPTS, agrees
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("policy", "name", "situation"), CELLS)
 def test_cell(policy, name, situation):
-    options, script = SCRIPTS[situation]
-    net = model(name, attention=MODELS[name][3][0])
-    cache = RetentionCache.for_model(net, policy, **options)
-    steps = play(net, cache, script, pass_mask="padded" in situation)
-    cache.check_integrity()
-    assert compare(Oracle(name), steps, atol=1e-4).evictions >= 2
+    agrees(policy, name, situation)
 
 
 def test_copies_share_the_model_and_nothing_else():

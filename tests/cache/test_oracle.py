@@ -161,6 +161,17 @@ def run(cell: Cell) -> list[Step]:
     return steps
 
 
+def agrees(policy: str, name: str, situation: str, attention: str | None = None) -> tuple[RetentionCache, list[Step]]:
+    """Runs a script of :data:`SCRIPTS`, asserts that the oracle agrees, returns the cache and the record."""
+    options, script = SCRIPTS[situation]
+    net = model(name, attention=attention or MODELS[name][3][0])
+    cache = RetentionCache.for_model(net, policy, **options)
+    steps = play(net, cache, script, pass_mask="padded" in situation)
+    cache.check_integrity()
+    assert compare(oracle(name, torch.float32), steps, atol=1e-4).evictions >= 2
+    return cache, steps
+
+
 def check_tokens(cell: Cell, steps: list[Step], chosen: torch.Tensor, *, sample: bool) -> None:
     """Asserts that ``generate`` chose what the oracle's logits say: the best token, or what the seed draws."""
     torch.manual_seed(SEED)

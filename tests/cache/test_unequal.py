@@ -11,7 +11,7 @@ from kvretain import Policy, RetentionCache
 
 from .models import MODELS, cache_argument, forward, left_padded, model, tokens
 from .oracle import Oracle, Recorder, compare, held, play
-from .test_oracle import SCRIPTS, tolerance
+from .test_oracle import SCRIPTS, agrees, tolerance
 
 SHARED = (
     "snapkv@shared(floor=0.2)",
@@ -40,12 +40,8 @@ CELLS = [
 
 @pytest.mark.parametrize(("policy", "name", "situation", "attention"), CELLS)
 def test_cell(policy, name, situation, attention):
-    options, script = SCRIPTS[situation]
-    net = model(name, attention=attention or MODELS[name][3][0])
-    cache = RetentionCache.for_model(net, policy, **options)
-    steps = play(net, cache, script, pass_mask="padded" in situation)
-    cache.check_integrity()
-    assert compare(Oracle(name), steps, atol=1e-4).evictions >= 2
+    _, steps = agrees(policy, name, situation, attention)
+    options, _ = SCRIPTS[situation]
     counts = [{layer: (p >= 0).sum(-1) for layer, p in step.after.items()} for step in steps if step.evicts]
     if "head" not in policy.partition("@")[2].partition("(")[0] and policy not in PYRAMID:
         assert any(len(set(c.flatten().tolist())) > 1 for step in counts for c in step.values()), "no head differs"
