@@ -148,3 +148,15 @@ def test_embeddings_cannot_be_repeated():
 def test_bad_fields(fields, words):
     with pytest.raises(ValueError, match=words):
         KVzip(**fields)
+
+
+def test_a_refused_pass_leaves_nothing_to_repeat():
+    net = model("llama")
+    ids = tokens(4, 1, 20)
+    cache = RetentionCache.for_model(net, "kvzip", budget=15)
+    with pytest.raises(ValueError, match="attention_mask has the shape"):
+        forward(net, ids, cache, mask=torch.ones(1, 25, dtype=torch.long))
+    forward(net, ids, cache)
+    direct = RetentionCache.for_model(net, "kvzip", budget=15)
+    forward(net, ids, direct)
+    assert all(torch.equal(a, b) for a, b in zip(held(cache).values(), held(direct).values(), strict=True))

@@ -157,9 +157,12 @@ class RetentionCache(Cache, tap.Follower):
             tap.observe_by(self._replaying)
             slots = mask if mask is None else self._session._slots(mask)
         else:
-            if "replay" in self.policy.needs:
-                self._unscored.add(inputs)
+            replays = "replay" in self.policy.needs
+            if replays:
+                self._unscored.check(inputs)
             slots = self._session.begin(columns, batch, mask)
+            if replays:
+                self._unscored.add(inputs)
         if slots is mask or len(self._retained) == len(self.layers):
             return slots
         # Sliding layers read the mask by columns and full layers by stored entries: each kind gets its own.

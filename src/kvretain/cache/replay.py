@@ -36,14 +36,14 @@ class Unscored:
 
     ids: list[Tensor] = field(default_factory=list)
 
-    def add(self, inputs: Tensor) -> None:
-        """Takes note of a pass's ``input_ids (B, n)``.
-
-        Raises:
-            ValueError: embeddings, which cannot be repeated.
-        """
+    @staticmethod
+    def check(inputs: Tensor) -> None:
+        """Raises ValueError for embeddings, which cannot be repeated."""
         if inputs.ndim != 2:
             raise ValueError("a scorer that replays the context needs input_ids, not inputs_embeds")
+
+    def add(self, inputs: Tensor) -> None:
+        """Takes note of a pass's ``input_ids (B, n)``."""
         self.ids.append(inputs.detach())
 
     def crop(self, columns: int) -> None:

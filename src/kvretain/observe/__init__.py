@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .tables import FEWEST, Table, tables
+from .measures import FEWEST
+from .tables import Table, tables
 
 if TYPE_CHECKING:
     from .collect import Observation

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cache import CacheView, RetentionCache
 from ..policy import Policy
 from ..scores import Scorer, scorers
-from .tables import FEWEST
+from .measures import FEWEST
 
 
 @dataclass(frozen=True)

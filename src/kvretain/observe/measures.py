@@ -15,6 +15,9 @@ from ..select import select_topk
 RULES = ("top-k", "hard NMS", "SMD", "random")
 """What :func:`kept_by` can choose by: plain scores, the refiners ``nms`` and ``smd``, and the dice."""
 
+FEWEST = 128
+"""Fewest tokens that can be observed: enough for all lags and a few segments."""
+
 
 def coverage_curve(scores: Tensor, radius: int) -> Tensor:
     """``C(K)``: the share of positions within ``radius`` of one of the ``K`` best entries, for ``K = 0 ... M``.

@@ -21,9 +21,6 @@ Row = dict[str, str | int | float]
 RADIUS = 2
 """Positions up to this far from a kept entry count as covered: the reach of HubKV's window of 5."""
 
-FEWEST = 128
-"""Fewest tokens that can be observed: enough for all lags and a few segments."""
-
 LAGS = 50
 SEGMENTS = (16, 32)
 SHARES = (0.02, 0.05, 0.1, 0.12, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)
