@@ -75,6 +75,9 @@ def evaluate(
     skip: Annotated[int, typer.Option(min=0, help="Start at this example: another part of the same series.")] = 0,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a context.")] = 1024,
     following: Annotated[int, typer.Option(min=1, help="Tokens compared after a context, for continuation.")] = 256,
+    depth: Annotated[
+        str, typer.Option(help="Needles lie between these shares of the context, e.g. 0,0.5 for its first half.")
+    ] = "0,1",
     aware: Annotated[
         bool,
         typer.Option("--aware/--blind", help="Compress the question with the context, or the context before it."),
@@ -122,7 +125,9 @@ def evaluate(
             from ..tasks.svamp import load_svamp
 
             load_svamp(data)
-        setting = runner.Setting(model, dtype, device, length, following, seed, aware, generate, text, data, threads)
+        setting = runner.Setting(
+            model, dtype, device, length, following, seed, _depth(depth), aware, generate, text, data, threads
+        )
         store = Store(out_folder, setting.identity())
         units = runner.plan(store, chosen, range(skip, skip + n), cases)
         total = len(units)
@@ -147,6 +152,16 @@ def evaluate(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _depth(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"--depth wants two numbers such as 0,0.5, not {text!r}") from None
+    if not 0 <= low <= high <= 1:
+        raise ValueError(f"--depth wants two shares in order, within [0, 1], not {text!r}")
+    return low, high
 
 
 def _ratio(text: str) -> float:

@@ -43,6 +43,7 @@ class Setting:
         length: tokens of a context.
         following: predictions compared in a continuation.
         seed: chooses the examples.
+        depth: between which shares of the context needles lie.
         aware: whether the question is compressed with the context.
         generate: whether to write greedy replies.
         text: a file to take contexts from, None for the bundled chapter.
@@ -56,6 +57,7 @@ class Setting:
     length: int = 1024
     following: int = 256
     seed: int = 0
+    depth: tuple[float, float] = (0.0, 1.0)
     aware: bool = False
     generate: bool = True
     text: str | None = None
@@ -87,6 +89,7 @@ class Setting:
             "length": self.length,
             "following": self.following,
             "seed": self.seed,
+            "depth": list(self.depth),
             "question": "compressed with the context" if self.aware else "after the compression",
             "generate": self.generate,
             "text": hashlib.sha256(self.read_text().encode()).hexdigest()[:16],
@@ -150,7 +153,7 @@ class Bench:
                 raise ValueError("the task 'svamp' needs --data with SVAMP's JSONL file")
             self._problems = self._problems or load_svamp(setting.svamp)
             return build_svamp(self._problems, index, seed=setting.seed)
-        return build_needle(self.source, task, index, tokens=setting.length, seed=setting.seed)
+        return build_needle(self.source, task, index, tokens=setting.length, seed=setting.seed, depth=setting.depth)
 
     def work(self, unit: Unit, store: Store, report: Callable[[], None]) -> None:
         """Measures a unit and stores its rows."""

@@ -122,14 +122,17 @@ class Source:
             raise ValueError(f"{tokens} tokens leave no room for a sentence of the text; ask for longer contexts")
         return chosen
 
-    def hide(self, needles: list[str], tokens: int, draw: random.Random) -> str:
-        """A passage with ``needles`` between its sentences, in their order at random depths; at most ``tokens``."""
+    def hide(self, needles: list[str], depths: list[float], tokens: int, draw: random.Random) -> str:
+        """A passage from a random place with ``needles`` between its sentences, at most ``tokens`` long.
+
+        ``depths`` are shares of the passage's sentences, in order, one for each needle.
+        """
         room = tokens - sum(self.count(needle + " ") for needle in needles)
         if room < 1:
             raise ValueError(f"{tokens} tokens leave no room beside what is hidden; ask for longer contexts")
         hay = self.passage(room, draw)
         while True:
-            gaps = sorted(draw.randint(0, len(hay)) for _ in needles)
+            gaps = [round(depth * len(hay)) for depth in depths]
             parts = list(hay)
             for gap, needle in reversed(list(zip(gaps, needles, strict=True))):
                 parts.insert(gap, needle)

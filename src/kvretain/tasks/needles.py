@@ -20,12 +20,43 @@ import random
 import re
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 from .example import Example, Source
 
 Made = tuple[str, str, str, list[str]]
 """Context, question, opening and answers."""
+
+GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Hay:
+    """What a generator has to work with.
+
+    Attributes:
+        source: the text to hide things in.
+        tokens: the largest length of the context.
+        draw: this example's random numbers.
+        start: where in ``depth`` the first needle lies, as a share of it; the others follow at equal distances, round
+            the end.
+        depth: the shares of the context between which needles lie.
+    """
+
+    source: Source
+    tokens: int
+    draw: random.Random
+    start: float
+    depth: tuple[float, float]
+
+    def hide(self, needles: list[str]) -> str:
+        """A passage of the text with ``needles`` in it, in their order."""
+        low, high = self.depth
+        shares = sorted((self.start + i / len(needles)) % 1 for i in range(len(needles)))
+        depths = [low + (high - low) * share for share in shares]
+        return self.source.hide(needles, depths, self.tokens, self.draw)
+
 
 _FIRST = (
     "amber", "brave", "calm", "distant", "early", "faded", "gentle", "hidden", "icy", "jolly", "keen", "lonely",
@@ -54,10 +85,10 @@ def _listing(items: list[str]) -> str:
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
 
 
-def _single(digits: int) -> Callable[[Source, int, random.Random], Made]:
-    def make(source: Source, tokens: int, draw: random.Random) -> Made:
-        (key,), (number,) = _keys(draw, 1), _numbers(draw, 1, digits)
-        return source.hide([_needle(key, number)], tokens, draw), *_ask(key, [number])
+def _single(digits: int) -> Callable[[Hay], Made]:
+    def make(hay: Hay) -> Made:
+        (key,), (number,) = _keys(hay.draw, 1), _numbers(hay.draw, 1, digits)
+        return hay.hide([_needle(key, number)]), *_ask(key, [number])
 
     return make
 
@@ -70,53 +101,53 @@ def _ask(key: str, numbers: list[str]) -> tuple[str, str, list[str]]:
     return question, f"The special magic numbers for {key} mentioned in the text are", numbers
 
 
-def _multikey(source: Source, tokens: int, draw: random.Random) -> Made:
-    keys, numbers = _keys(draw, 4), _numbers(draw, 4)
-    text = source.hide([_needle(k, n) for k, n in zip(keys, numbers, strict=True)], tokens, draw)
-    asked = draw.randrange(4)
+def _multikey(hay: Hay) -> Made:
+    keys, numbers = _keys(hay.draw, 4), _numbers(hay.draw, 4)
+    text = hay.hide([_needle(k, n) for k, n in zip(keys, numbers, strict=True)])
+    asked = hay.draw.randrange(4)
     return text, *_ask(keys[asked], [numbers[asked]])
 
 
-def _multivalue(source: Source, tokens: int, draw: random.Random) -> Made:
-    (key,), numbers = _keys(draw, 1), _numbers(draw, 3)
-    text = source.hide([_needle(key, number) for number in numbers], tokens, draw)
+def _multivalue(hay: Hay) -> Made:
+    (key,), numbers = _keys(hay.draw, 1), _numbers(hay.draw, 3)
+    text = hay.hide([_needle(key, number) for number in numbers])
     return text, *_ask(key, sorted(numbers, key=text.index))
 
 
-def _multiquery(source: Source, tokens: int, draw: random.Random) -> Made:
-    keys, numbers = _keys(draw, 4), _numbers(draw, 4)
-    text = source.hide([_needle(k, n) for k, n in zip(keys, numbers, strict=True)], tokens, draw)
-    asked = draw.sample(range(4), 2)
+def _multiquery(hay: Hay) -> Made:
+    keys, numbers = _keys(hay.draw, 4), _numbers(hay.draw, 4)
+    text = hay.hide([_needle(k, n) for k, n in zip(keys, numbers, strict=True)])
+    asked = hay.draw.sample(range(4), 2)
     both = f"{keys[asked[0]]} and {keys[asked[1]]}"
     question = f"What are the special magic numbers for {both} mentioned in the text above?"
     opening = f"The special magic numbers for {both} mentioned in the text are"
     return text, question, opening, [numbers[i] for i in asked]
 
 
-def _tracking(source: Source, tokens: int, draw: random.Random, hops: int = 2) -> Made:
+def _tracking(hay: Hay, hops: int = 2) -> Made:
     names: list[str] = []
     while len(names) < 2 * (hops + 1):
-        name = "".join(draw.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=3))
+        name = "".join(hay.draw.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=3))
         if name not in names:
             names.append(name)
     chains = [names[: hops + 1], names[hops + 1 :]]
-    numbers = _numbers(draw, 2)
+    numbers = _numbers(hay.draw, 2)
     lines = [
         [f"VAR {chain[0]} = {number}."] + [f"VAR {b} = VAR {a}." for a, b in pairwise(chain)]
         for chain, number in zip(chains, numbers, strict=True)
     ]
     # The chains are interleaved at random, each in its own order.
-    order = draw.sample([0] * (hops + 1) + [1] * (hops + 1), 2 * (hops + 1))
-    text = source.hide([lines[which].pop(0) for which in order], tokens, draw)
+    order = hay.draw.sample([0] * (hops + 1) + [1] * (hops + 1), 2 * (hops + 1))
+    text = hay.hide([lines[which].pop(0) for which in order])
     question = f"Find all variables that hold the value {numbers[0]} in the text above, directly or through others."
     return text, question, f"The {hops + 1} variables that hold the value {numbers[0]} are", chains[0]
 
 
-def _words(source: Source, tokens: int, draw: random.Random, common: int = 3) -> Made:
-    known = sorted(set(re.findall(r"(?<![\w'])[a-z]{4,8}(?![\w'])", source.text)))
+def _words(hay: Hay, common: int = 3) -> Made:
+    known = sorted(set(re.findall(r"(?<![\w'])[a-z]{4,8}(?![\w'])", hay.source.text)))
     if len(known) < 2 * common:
         raise ValueError("the text has too few different words for the task 'words'")
-    draw.shuffle(known)
+    hay.draw.shuffle(known)
     often, rest = known[:common], known[common:]
 
     def listing(others: int) -> str:
@@ -124,15 +155,15 @@ def _words(source: Source, tokens: int, draw: random.Random, common: int = 3) ->
         random.Random(others).shuffle(listed)
         return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
 
-    others = bisect_right(range(len(rest) + 1), tokens, key=lambda n: source.count(listing(n))) - 1
+    others = bisect_right(range(len(rest) + 1), hay.tokens, key=lambda n: hay.source.count(listing(n))) - 1
     if others < common:
-        raise ValueError(f"{tokens} tokens leave no room for a list of words; ask for longer contexts")
+        raise ValueError(f"{hay.tokens} tokens leave no room for a list of words; ask for longer contexts")
     text = listing(others)
     question = f"What are the {common} most common words in the list above?"
     return text, question, f"The {common} most common words in the list are", often
 
 
-NEEDLES: dict[str, Callable[[Source, int, random.Random], Made]] = {
+NEEDLES: dict[str, Callable[[Hay], Made]] = {
     "single": _single(5),
     "single7": _single(7),
     "multikey": _multikey,
@@ -144,7 +175,15 @@ NEEDLES: dict[str, Callable[[Source, int, random.Random], Made]] = {
 """The tasks of this module by name."""
 
 
-def build_needle(source: Source, task: str, index: int, *, tokens: int = 1024, seed: int = 0) -> Example:
+def build_needle(
+    source: Source,
+    task: str,
+    index: int,
+    *,
+    tokens: int = 1024,
+    seed: int = 0,
+    depth: tuple[float, float] = (0.0, 1.0),
+) -> Example:
     """The ``index``-th example of ``task``; the same arguments give the same example.
 
     Args:
@@ -153,9 +192,11 @@ def build_needle(source: Source, task: str, index: int, *, tokens: int = 1024, s
         index: which example, from 0; each draws anew.
         tokens: the largest length of the context.
         seed: another seed gives other examples.
+        depth: needles lie between these shares of the context, 0 its begin, 1 its end. Consecutive examples spread
+            over that range evenly (multiples of the golden ratio), whatever their number. ``words`` has no needle.
 
     Raises:
-        ValueError: an unknown task; a text that is too short, or too few ``tokens``.
+        ValueError: an unknown task; a text that is too short, or too few ``tokens``; a bad ``depth``.
 
     Example:
         >>> words = lambda text, add_special_tokens: {"input_ids": text.split()}
@@ -165,5 +206,9 @@ def build_needle(source: Source, task: str, index: int, *, tokens: int = 1024, s
     """
     if task not in NEEDLES:
         raise ValueError(f"unknown task {task!r}; valid: {', '.join(NEEDLES)}")
-    context, question, opening, answers = NEEDLES[task](source, tokens, random.Random(f"{seed}/{task}/{index}"))
+    if not 0 <= depth[0] <= depth[1] <= 1:
+        raise ValueError(f"depth must be two shares in order, within [0, 1], not {depth}")
+    draw = random.Random(f"{seed}/{task}/{index}")
+    hay = Hay(source, tokens, draw, index * GOLDEN % 1, depth)
+    context, question, opening, answers = NEEDLES[task](hay)
     return Example(task, index, context, question, opening, tuple(answers), f" {_listing(list(answers))}.")
