@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import theory
 from .policy import Policy, presets
 from .refine import Refiner, hub_refine, refiners
-from .scores import Scorer, scorers
-from .select import Selector, select_coverage, select_topk, selectors
+from .scores import Scorer, scorers, trig_scores
+from .select import Selector, select_coverage, select_diverse, select_topk, selectors, value_signatures
 from .select.coverage import coverage
 
 if TYPE_CHECKING:
+    from . import evidence
     from .cache import CacheView, RetentionCache, Trace
+    from .distil import train_gate
     from .models import load_model
 
 __version__ = "0.1.0"
@@ -29,20 +32,27 @@ __all__ = [
     "Selector",
     "Trace",
     "coverage",
+    "evidence",
     "hub_refine",
     "load_model",
     "presets",
     "refiners",
     "scorers",
     "select_coverage",
+    "select_diverse",
     "select_topk",
     "selectors",
     "theory",
+    "train_gate",
+    "trig_scores",
+    "value_signatures",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # What needs transformers is imported on first use.
+    # What needs transformers, or is seldom needed, is imported on first use.
+    if name == "evidence":
+        return importlib.import_module(".evidence", __name__)
     if name in ("RetentionCache", "CacheView", "Trace"):
         from . import cache
 
@@ -51,4 +61,8 @@ def __getattr__(name: str) -> Any:
         from .models import load_model
 
         return load_model
+    if name == "train_gate":
+        from .distil import train_gate
+
+        return train_gate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

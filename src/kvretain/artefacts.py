@@ -21,11 +21,12 @@ def fingerprint(model: Any) -> str:
     """16 hexadecimal digits that tell models apart by their weights, whatever name or folder they were loaded from.
 
     Reads the names and shapes of all parameters and 16 evenly spaced values of each, rounded to bfloat16, so that a
-    float32 model and its bfloat16 copy agree. Takes milliseconds; parameters on the ``meta`` device count by name and
-    shape alone.
+    float32 model and its bfloat16 copy agree. A transformers model counts by its decoder, so that the model and the
+    decoder alone agree. Takes milliseconds; parameters on the ``meta`` device count by name and shape alone.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for name, parameter in sorted(decoder.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)};".encode())
         if parameter.device.type != "meta" and parameter.numel():
             flat = parameter.detach().reshape(-1)

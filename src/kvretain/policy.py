@@ -27,17 +27,23 @@ SCOPES: dict[str, tuple[str, ...]] = {
     "head": ("layers", "beta"),
     "layer": ("combine", "layers", "beta"),
     "model": ("combine",),
+    "aligned": ("combine",),
     "shared": ("floor", "layers", "beta"),
     "model-heads": ("floor",),
 }
 """Who shares one budget or one set, and the arguments of each.
 
 ``head``: each KV head keeps its own set. ``layer``: one set for all heads of a layer. ``model``: one set for all layers
-and heads, evicted when the last layer is done. ``shared``: the heads of a layer compete for its budget, so that their
-numbers of entries differ. ``model-heads``: all heads of all layers compete. A ``budget`` is then the mean per head."""
+and heads, evicted when the last layer is done. ``aligned``: one set for each KV-head index, the same in all layers,
+evicted when the last one is done (TriAttention's default). ``shared``: the heads of a layer compete for its budget, so
+that their numbers of entries differ. ``model-heads``: all heads of all layers compete. A ``budget`` is then the mean
+per head."""
 
 LAYERS = ("equal", "pyramid")
 """How the budget is split between layers, see :func:`kvretain.select.allocate.layer_budgets`."""
+
+PER_ENTRY = frozenset({"attention", "replay", "hidden"})
+"""Needs for which the cache keeps a number with every entry."""
 
 _PART = re.compile(r"\s*([+/@]?)\s*([A-Za-z_][\w-]*)\s*(\((?:[^()]|\([^()]*\))*\))?\s*")
 
@@ -63,8 +69,8 @@ class Policy:
         refiner: corrects the scores before selection, or None.
         selector: picks the entries to keep.
         scope: who shares one set, see :data:`SCOPES`.
-        combine: for the scopes ``layer`` and ``model``, how scores of heads (and layers) become one, see
-            :func:`kvretain.select.scope.combine_heads`.
+        combine: for the scopes ``layer``, ``model`` and ``aligned``, how scores of heads and layers become one, see
+            :func:`kvretain.select.scope.combine_heads` and :func:`kvretain.select.scope.combine_layers`.
         floor: for the scopes ``shared`` and ``model-heads``, the share of the mean budget that every head is sure of
             (AdaKV's safeguard, arXiv 2407.11550, which sets it to 0.2).
         layers: ``equal`` budgets for all layers, or a ``pyramid`` (PyramidKV, arXiv 2406.02069) of steepness ``beta``.
@@ -99,6 +105,8 @@ class Policy:
                 raise ValueError(f"scope {self.scope!r} takes no {name!r}; valid: {valid}")
         if self.competes and self.selector != selectors["topk"]():
             raise ValueError(f"with the scope {self.scope!r} heads compete by score: only the selector 'topk' fits")
+        if len(numbers := sorted(self.needs & PER_ENTRY)) > 1:
+            raise ValueError(f"one scorer cannot need {' and '.join(numbers)}: an entry carries one number")
         if self.ragged and "attention" in self.needs:
             raise ValueError(
                 "a scorer that accumulates attention needs equal numbers of entries, which the scope "
@@ -118,7 +126,7 @@ class Policy:
     @property
     def whole_model(self) -> bool:
         """Whether all layers choose together, when the last one is done."""
-        return self.scope in ("model", "model-heads")
+        return self.scope in ("model", "aligned", "model-heads")
 
     @property
     def deferred(self) -> bool:
@@ -128,11 +136,16 @@ class Policy:
     @property
     def tapped(self) -> bool:
         """Whether the model's attention must be reached: to observe queries, or to attend over unequal heads."""
-        return bool(self.needs) or self.ragged
+        return bool(self.collects - {"hidden"}) or self.ragged
+
+    @property
+    def collects(self) -> frozenset[str]:
+        """The needs that passes must serve: all but a calibration, which is measured beforehand."""
+        return self.needs - {"calibration"}
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the cache must collect from attention: ``"queries"``, ``"attention"``, ``"replay"``, or nothing."""
+        """What the cache must collect while the model runs, see :attr:`~kvretain.scores.Scorer.needs`."""
         return self.scorer.needs if self.scorer else frozenset()
 
     @classmethod
@@ -297,10 +310,23 @@ presets: dict[str, Preset] = {
             "Low key norm = keep. Deviations: 4 sinks are protected; the paper skips the first two layers.",
         ),
         Preset(
+            "value-norm",
+            "value-norm",
+            "VATP's value factor, arXiv 2406.12335",
+            "Large value norm = keep. No paper proposes it alone: it is the baseline that tells what values add.",
+        ),
+        Preset(
             "keydiff",
             "keydiff",
             "KeyDiff, arXiv 2504.15364",
             "Keys far from the mean direction stay. Deviation: 4 sinks are protected.",
+        ),
+        Preset(
+            "lagkv",
+            "lagkv",
+            "LagKV, arXiv 2504.04704",
+            "Keys and values that stand out from the next partition of tokens; ranked within partitions of 128. "
+            "Deviations: partitions are cut anew at every eviction and shrink to a quarter of the budget.",
         ),
         Preset(
             "tova",
@@ -316,6 +342,38 @@ presets: dict[str, Preset] = {
             "Attention of the last 8 queries, max-pooled by 7; the window is kept. As R-KV and TriAttention run "
             "it at decode time. Deviations from the paper: window 8 (16 to 64 there), maximum over the query group, "
             "4 sinks protected.",
+        ),
+        Preset(
+            "rkv",
+            "rkv",
+            "R-KV, arXiv 2505.24133",
+            "SnapKV's importance (window 8, pooled by 7) minus how much a key repeats others, mixed 0.1 to 0.9 as in "
+            "the paper (the code's 0.07 is rkv(mix=0.07)); no sinks. Deviation: float32 throughout.",
+        ),
+        Preset(
+            "triattention",
+            "trig@aligned(combine='mean')",
+            "TriAttention, arXiv 2604.04921",
+            "What a query of the calibrated mean direction is expected to attend to from ahead; one set per KV-head "
+            "index, the same in all layers (the authors' default mode, per_head). Deviations: 4 sinks protected, the "
+            "prompt competes (protect_prompt=True pins it), ties by position and not by noise, calibrated on a chapter "
+            "of about 3,500 tokens unless a file is named.",
+        ),
+        Preset(
+            "triattention-union",
+            "trig@model(combine='max')",
+            "TriAttention, arXiv 2604.04921",
+            "The authors' mode union: one set for the whole model, by the largest score of any head in any layer, "
+            "which is the same as their nomination by every head. Deviations: those of triattention.",
+        ),
+        Preset(
+            "alpha",
+            "trig/diverse(weight=0.5)@model(combine='max')",
+            "α, arXiv 2605.14292",
+            "TriAttention's union scores; each pick loses half of its largest cosine, in mean values, to what is "
+            "chosen; one set for the whole model. The full text was not available. Readings: union as the base, "
+            "scores not rescaled, maximum and not mean, no centring, protected entries count as chosen; arguments of "
+            "`diverse` give the others. Deviations: those of triattention.",
         ),
         Preset(
             "pyramidkv",
@@ -350,6 +408,21 @@ presets: dict[str, Preset] = {
             "KVzip, arXiv 2505.23416",
             "The most attention that an entry receives when the context is read a second time; all heads of the model "
             "compete. Deviations: float32 scores, no repeat prompt, 4 sinks protected.",
+        ),
+        Preset(
+            "fastkvzip",
+            "fastkvzip@model-heads",
+            "Fast KVzip, arXiv 2601.17668",
+            "KVzip's scores as a learned gate guesses them from hidden states, in one pass; all heads of the model "
+            "compete; 2 % of a short context is the recent window. Needs a gate: a published one, or one that "
+            "`kvretain train-gate` made. Deviations: float32 gates, 4 sinks protected, at least one recent token.",
+        ),
+        Preset(
+            "kvzip-plus",
+            "kvzip(normalise=True)@model-heads",
+            "KVzip+ in KVzap, arXiv 2601.07891",
+            "KVzip's weights times the length of the projected value over that of the query's hidden state. "
+            "Deviations: those of kvzip.",
         ),
         Preset(
             "hubkv",

@@ -1,4 +1,4 @@
-"""Rotary position embeddings as tensors: rotating, taking a rotation back, averaging rotations."""
+"""Rotary position embeddings as tensors: rotating, taking a rotation back, averaging rotations, pairs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ class Rope:
         cos_sin: positions ``(B, n)`` int64 -> cos and sin ``(B, n, size)`` float32, attention scaling included.
         size: rotated dimensions; the others pass unchanged (partial rotary).
         interleaved: pairs are (0, 1), (2, 3), ... (GPT-J, Cohere) and not (0, size / 2), ... (Llama).
+        frequencies: ``(size / 2,)`` float64 on the CPU, radians by which each pair turns per position. Where they
+            depend on the length (dynamic and long RoPE) they are those of short contexts.
+        scaling: the attention scaling inside cos and sin (not 1 with YaRN).
     """
 
     cos_sin: Callable[[Tensor], tuple[Tensor, Tensor]]
     size: int
     interleaved: bool
+    frequencies: Tensor
+    scaling: float
 
     def turn(self, x: Tensor) -> Tensor:
         """A quarter turn of each pair of ``x (..., size)``."""
@@ -41,21 +46,51 @@ class Rope:
         scale = cos.square() + sin.square()
         return self.rotate(x, cos / scale, -sin / scale)
 
-    @classmethod
-    def of(cls, cos_sin: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Rope:
-        """Reads size and layout off the angles at position 1, where each pair has its own.
+    def halves(self, x: Tensor) -> Tensor:
+        """``x (..., D)`` with its dimensions reordered so that pair ``f`` is at ``f`` and ``f + D / 2``.
 
-        Angles that come once for each pair (GPT-OSS) are those of a head's halves.
+        Rotated pairs come first. Dimensions that are not rotated pair up likewise and turn by 0 per position. Where all
+        of a head is rotated in halves (Llama), that is ``x`` itself.
         """
-        cos, _ = (part[0, 0] for part in cos_sin(torch.ones(1, 1, dtype=torch.int64)))
+        size = x.shape[-1]
+        if not self.interleaved and self.size == size:
+            return x
+        order = torch.arange(size, device=x.device)
+        rotated, rest = order[: self.size], order[self.size :]
+        half = self.size // 2
+        first, second = (rotated[::2], rotated[1::2]) if self.interleaved else (rotated[:half], rotated[half:])
+        middle = len(rest) // 2
+        return x[..., torch.cat([first, rest[:middle], second, rest[middle:]])]
+
+    def speeds(self, size: int) -> tuple[Tensor, Tensor]:
+        """Of each pair of :meth:`halves` of a head with ``size`` dimensions: frequency ``(size / 2,)`` float64 and
+        attention scaling ``(size / 2,)`` float32, on the CPU."""
+        still = size // 2 - len(self.frequencies)
+        frequencies = torch.cat([self.frequencies, self.frequencies.new_zeros(still)])
+        return frequencies, torch.tensor([self.scaling] * len(self.frequencies) + [1.0] * still)
+
+    @classmethod
+    def of(cls, cos_sin: Callable[[Tensor], tuple[Tensor, Tensor]], frequencies: Tensor | None = None) -> Rope:
+        """Reads size, layout, frequencies and scaling off the angles at position 1, where each pair has its own.
+
+        Angles that come once for each pair (GPT-OSS) are those of a head's halves. ``frequencies``, if given and in
+        agreement with the angles, are taken as more exact.
+        """
+        cos, sin = (part[0, 0].double().cpu() for part in cos_sin(torch.ones(1, 1, dtype=torch.int64)))
         size = cos.shape[-1]
-        if size % 2 == 0 and torch.equal(cos[: size // 2], cos[size // 2 :]):
-            return cls(cos_sin, size, False)
-        if size % 2 == 0 and torch.equal(cos[::2], cos[1::2]):
-            return cls(cos_sin, size, True)
+        half, interleaved, rotation = size // 2, False, cos_sin
+        if size % 2 == 0 and torch.equal(cos[:half], cos[half:]):
+            cos, sin = cos[:half], sin[:half]
+        elif size % 2 == 0 and torch.equal(cos[::2], cos[1::2]):
+            cos, sin, interleaved = cos[::2], sin[::2], True
+        else:
 
-        def twice(positions: Tensor) -> tuple[Tensor, Tensor]:
-            once = cos_sin(positions)
-            return torch.cat([once[0]] * 2, -1), torch.cat([once[1]] * 2, -1)
+            def twice(positions: Tensor) -> tuple[Tensor, Tensor]:
+                once = cos_sin(positions)
+                return torch.cat([once[0]] * 2, -1), torch.cat([once[1]] * 2, -1)
 
-        return cls(twice, 2 * size, False)
+            size, rotation = 2 * size, twice
+        measured, scaling = torch.atan2(sin, cos), float(torch.hypot(cos, sin).mean())
+        given = measured if frequencies is None else frequencies.detach().double().cpu()
+        agree = given.shape == measured.shape and torch.allclose(given, measured, rtol=1e-3)
+        return cls(rotation, size, interleaved, given if agree else measured, scaling)

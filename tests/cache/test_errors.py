@@ -8,8 +8,10 @@ import dataclasses
 import pytest
 import torch
 import transformers
+from gates import random_gate
 
-from kvretain import Policy, RetentionCache, presets, scorers
+from kvretain import Policy, RetentionCache, artefacts, presets, scorers
+from kvretain.calibrate import calibrate
 
 from .models import build, cache_argument, forward, left_padded, tokens
 from .oracle import Turn, held, play
@@ -48,6 +50,7 @@ def refuses(*words: str):
         ({"budget": 8, "recent": 1.5}, ("recent", "whole")),
         ({"budget": 8, "sinks": 5, "recent": 4}, ("9", "8", "budget", "sinks", "recent")),
         ({"budget": 8, "sinks": 9}, ("9", "8", "budget", "sinks")),
+        ({"budget": 8, "recent": 9}, ("9", "8", "budget", "recent")),
     ],
     ids=str,
 )
@@ -66,6 +69,9 @@ def test_budget_out_of_range(llama, options, words) -> None:
         ("snapkv(windows=4)", ("windows", "snapkv", "valid", "window", "kernel")),
         ("snapkv+hub(diskount=1)", ("diskount", "hub", "valid", "discount")),
         ("snapkv(window=0)", ("window",)),
+        ("snapkv(kernel=4)", ("snapkv", "kernel", "odd", "4")),
+        ("snapkv+hub(kernel=4)", ("hub_refine", "kernel", "odd", "4")),
+        ("snapkv+smooth(kernel=2)", ("smooth", "kernel", "odd", "2")),
         ("snapkv(4)", ("named", "snapkv")),
         ("snapkv(window=", ("snapkv",)),
         ("", ("scorer", "form")),
@@ -141,6 +147,69 @@ def test_a_protected_prompt_longer_than_the_budget(llama) -> None:
     cache.check_integrity()
 
 
+WINDOWED = ["snapkv(window=20)", "snapkv(window=64)+hub@layer", "rkv(window=20)", "snapkv(window=20)@shared"]
+
+
+@pytest.mark.parametrize("policy", WINDOWED)
+def test_a_context_too_short_for_the_window(llama, policy) -> None:
+    """Nothing stands before the window, so nothing could be told apart; one token more is enough."""
+    name, window = policy.partition("(")[0], int(policy.partition("=")[2].partition(")")[0])
+    for options in ({"budget": 8}, {"ratio": 0.5}):
+        cache = make(llama, policy, **options)
+        with refuses(name, f"window of {window} tokens", "only 20", "longer contexts", rf"{name}\(window=5\)"):
+            forward(llama, tokens(1, 1, 20), cache)
+        assert cache.get_seq_length() == 0  # the refusal changed nothing
+        forward(llama, tokens(1, 1, window + 1), cache)
+        assert cache.trace.evictions == 1
+        cache.check_integrity()
+
+
+def test_a_context_too_short_for_the_window_is_kept_whole_where_nothing_must_go(llama) -> None:
+    for options in ({"budget": 20}, {"ratio": 0.0}):
+        cache = make(llama, "snapkv(window=64)", **options)
+        forward(llama, tokens(1, 1, 20), cache)
+        assert cache.layers[0].kept == 20
+
+
+def test_protection_that_leaves_nothing_to_value_needs_no_window(llama) -> None:
+    cache = make(llama, "snapkv(window=64)", budget=8, sinks=3, recent=5)
+    forward(llama, tokens(1, 1, 20), cache)
+    assert all(p[0, 0].tolist() == [0, 1, 2, 15, 16, 17, 18, 19] for p in held(cache).values())
+
+
+def test_a_short_row_beside_a_longer_one_keeps_its_first_and_last_tokens(llama) -> None:
+    ids, mask = left_padded([tokens(3, 30), tokens(4, 8)])
+    cache = make(llama, "snapkv(window=8)", ratio=0.5)
+    forward(llama, ids, cache, mask=mask)
+    assert all(p[1, 0, -4:].tolist() == [0, 1, 6, 7] for p in held(cache).values())
+
+
+def test_a_recorded_context_too_short_for_the_window(llama) -> None:
+    cache = make(llama, "snapkv(window=20)", ratio=0)
+    forward(llama, tokens(1, 1, 20), cache)
+    with refuses("snapkv", "window of 20"):
+        cache.compress("snapkv(window=20)", ratio=0.5)
+    cache.compress("snapkv(window=4)", ratio=0.5)  # the refusal changed nothing
+    assert cache.layers[0].kept == 10
+
+
+@pytest.mark.parametrize("policy", ["snapkv(window=64)", "snapkv(window=64)+hub", "rkv(window=64)"])
+def test_a_window_that_the_budget_does_not_hold(llama, policy) -> None:
+    """No error: half of the budget is the latest tokens, sinks and the window's oldest entries fill the rest."""
+    cache = make(llama, policy, budget=16, sinks=2)
+    forward(llama, tokens(1, 1, 80), cache)
+    kept = [0, 1, *range(16, 22), *range(72, 80)]
+    for positions in held(cache).values():
+        assert positions[0, 0].tolist() == kept
+
+
+def test_more_recent_tokens_than_a_ratio_leaves(llama) -> None:
+    cache = make(llama, "snapkv", ratio=0.9, recent=5)
+    with refuses("5 protected", "budget of 4", "recent", "lower the ratio"):
+        forward(llama, tokens(1, 1, 40), cache)
+    assert cache.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 def test_scores_that_are_not_finite_name_scorer_and_layer(llama, bad) -> None:
     knorm = scorers["knorm"]
@@ -163,6 +232,21 @@ def test_scores_that_are_not_finite_name_scorer_and_layer(llama, bad) -> None:
     cache.reset()
     forward(llama, tokens(1, 1, 8), cache)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("refiner", ["hub", "smd", "nms", "smooth"])
+def test_negative_scores_under_a_refiner(llama, refiner) -> None:
+    """A scorer that returns negative scores without saying that they are signed."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Signed(scorers["random"]):
+        def score(self, view):
+            return super().score(view) - 0.5
+
+    policy = Policy(Signed(), Policy.parse(f"knorm+{refiner}").refiner)
+    name = "smooth" if refiner == "smooth" else "hub_refine"  # smd and nms are hub_refine with parts switched off
+    with refuses(name, "must be >= 0", "-0"):
+        forward(llama, tokens(1, 1, 20), make(llama, policy, budget=8))
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "knorm", "knorm@model"])
@@ -346,7 +430,10 @@ def test_an_untouched_cache_answers(llama) -> None:
     forward(llama, tokens(1, 1, 4), cache)
 
 
-def test_policy_objects_and_presets_are_accepted(llama) -> None:
+def test_policy_objects_and_presets_are_accepted(llama, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("KVRETAIN_CACHE", str(tmp_path))
+    random_gate(llama).save(artefacts.own_path("gate", llama))
+    calibrate(llama, tokens(0, 40)).save(artefacts.own_path("calibration", llama))
     for policy in (Policy.parse("snapkv+hub"), *presets):
         cache = make(llama, policy, **({} if policy == "full" else {"budget": 8}))
         play(llama, cache, [Turn(tokens(1, 1, 20), decode=2)])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvretain import RetentionCache, hub_refine, select_topk
+from kvretain import RetentionCache, hub_refine, select_diverse, select_topk
 
 from .models import cache_argument, model
 from .oracle import Oracle, Step, Turn, compare, play
@@ -105,3 +105,10 @@ def test_selection_and_refinement_are_the_same_on_both_devices(dtype):
     assert torch.allclose(refined, hub_refine(scores.cuda(), 0.9, protected=protected.cuda()).cpu(), rtol=1e-6)
     smd = hub_refine(scores, 0.9, calibrate=False)
     assert torch.equal(select_topk(smd, 200), select_topk(hub_refine(scores.cuda(), 0.9, calibrate=False), 200).cpu())
+    signatures = torch.nn.functional.normalize(torch.randn(3, 4, 2000, 64, generator=generator), dim=-1)
+    for redundancy in ("max", "mean"):
+        chosen, other = (
+            select_diverse(*given, 200, protected=shut, redundancy=redundancy).cpu()
+            for *given, shut in ((scores, signatures, protected), (scores.cuda(), signatures.cuda(), protected.cuda()))
+        )
+        assert torch.equal(chosen, other)

@@ -135,5 +135,5 @@ def test_copies_share_the_model_and_nothing_else():
 @pytest.mark.parametrize("kind", ["gpt2", "glm"])
 def test_a_rotation_that_is_not_tested_is_refused_by_name(kind):
     net = tiny(kind)
-    with pytest.raises(ValueError, match=f"{kind} models: .* take rotary positions back, which is tested for cohere"):
+    with pytest.raises(ValueError, match=f"{kind} models: .* take rotary positions back, which is tested for"):
         RetentionCache.for_model(net, "expected", budget=8)

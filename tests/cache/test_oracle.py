@@ -28,13 +28,14 @@ POLICIES = (
     "keydiff@model",
     "snapkv(window=4,kernel=3)",
 )
-PER_HEAD = ("random", "knorm", "keydiff", "snapkv", "h2o", "snapkv+hub")
+PER_HEAD = ("random", "knorm", "keydiff", "snapkv", "h2o", "snapkv+hub", "rkv", "lagkv", "value-norm")
 CORE = ("snapkv", "keydiff", "streaming", "snapkv+hub", "keydiff@model")
 
 # --- situations -----------------------------------------------------------------------------------
 
 BUDGET = {"budget": 14, "every": 4}
 RATIO = {"ratio": 0.6, "every": 4}
+PERIODIC = {"trigger": "periodic"}
 SEED = 7
 
 
@@ -63,6 +64,11 @@ GENERATES: dict[str, tuple[dict, dict]] = {
     "greedy generate": (BUDGET, {"max_new_tokens": 18}),
 }
 SITUATIONS = (*SCRIPTS, *GENERATES)
+SCRIPTS |= {
+    "single periodic": (BUDGET | PERIODIC, [Turn(tokens(0, 1, 30), decode=20)]),
+    "left-padded periodic": (BUDGET | PERIODIC, [_rows(0, (33, 25, 13), 18), _rows(20, (4, 9, 7), 8)]),
+    "left-padded ratio periodic": (RATIO | PERIODIC, [_rows(0, (33, 25, 18), 20)]),
+}
 
 # --- table ----------------------------------------------------------------------------------------
 
@@ -103,6 +109,18 @@ CELLS = [
         for policy in ("snapkv+hub", "knorm")
         for attention in ("sdpa", "eager")
         for situation in ("single", "left-padded", "three turns")
+    ),
+    *(
+        Cell(policy, situation=situation)
+        for policy in ("rkv", "lagkv", "value-norm")
+        for situation in ("single", "left-padded ratio", "turns left-padded", "beams")
+    ),
+    *(Cell("rkv", name, "left-padded", attention=MODELS[name][3][0]) for name in ("qwen3", "gemma2", "gpt_oss")),
+    *(
+        Cell(policy, situation=situation)
+        for policy in ("snapkv+hub", "keydiff@model", "rkv")
+        for situation in SCRIPTS
+        if "periodic" in situation
     ),
     *(
         Cell(policy, situation=situation, attention="eager")
@@ -181,7 +199,15 @@ def check_tokens(cell: Cell, steps: list[Step], chosen: torch.Tensor, *, sample:
         assert torch.equal(chosen[:, index], expected), f"step {index}: generate chose another token"
 
 
-def check_budget(step: Step, policy: str, *, budget: int | None = None, ratio: float | None = None, every: int) -> None:
+def check_budget(
+    step: Step,
+    policy: str,
+    *,
+    budget: int | None = None,
+    ratio: float | None = None,
+    every: int,
+    trigger: str = "slack",
+) -> None:
     """Asserts how many entries every row and head keeps after ``step``, and when it may and must evict."""
     seen = step.mask.sum(-1)
     if policy == "full":
@@ -199,6 +225,8 @@ def check_budget(step: Step, policy: str, *, budget: int | None = None, ratio: f
             evicts = False
         elif step.ids.shape[1] > 1 or layer not in step.before:
             evicts = columns > limit
+        elif trigger == "periodic":
+            evicts = columns > limit and step.mask.shape[1] % every == 0
         else:
             evicts = columns >= limit + every
         if ratio is not None and torch.equal(evicted, before):

@@ -317,7 +317,12 @@ OPERATIONS = st.one_of(
     policy=st.sampled_from(POLICIES),
     name=st.sampled_from(["llama", "llama", "gemma3"]),
     options=st.sampled_from(
-        [{"budget": 7, "every": 3}, {"budget": 9, "every": 1}, {"ratio": 0.6, "budget": None, "every": 3}]
+        [
+            {"budget": 7, "every": 3},
+            {"budget": 9, "every": 1},
+            {"budget": 8, "every": 5, "trigger": "periodic"},
+            {"ratio": 0.6, "budget": None, "every": 3},
+        ]
     ),
     operations=st.lists(OPERATIONS, min_size=1, max_size=8),
     seed=st.integers(0, 1000),

@@ -202,6 +202,28 @@ def test_generate_stays_inside_the_budget(checkpoint):
     assert reply["new_tokens"] > 20
 
 
+def test_generate_periodically_with_a_protected_prompt(checkpoint):
+    arguments = (
+        "generate",
+        "-m",
+        checkpoint,
+        "--prompt",
+        "Once",
+        "--raw",
+        "-p",
+        "rkv",
+        "--every",
+        4,
+        "--temperature",
+        1.0,
+    )
+    arguments += ("--max-new-tokens", 40, "--protect-prompt", "--trigger", "periodic")
+    reply = run_json(*arguments, "-b", 16)
+    assert reply["peak_kept"] == 19 and reply["protect_prompt"] and reply["trigger"] == "periodic"
+    refused = run(*arguments, "-b", 1)
+    assert refused.exit_code == 2 and "protect_prompt=False" in refused.stderr
+
+
 def test_sampling_follows_its_seed(checkpoint):
     def draw(seed, *more):
         return run_json(
@@ -247,6 +269,7 @@ BAD = [
     ((*ASK, "-r", "nan"), "not nan"),
     ((*ASK, "-b", "0"), "budget is a whole number of at least 1, not 0"),
     ((*ASK, "-b", "8", "--every", "0"), "every is a whole number of at least 1"),
+    ((*ASK, "-b", "8", "--trigger", "exact"), "trigger is one of 'slack', 'periodic', not 'exact'"),
     ((*ASK, "-b", "8", "--sinks", "5", "--recent", "5"), "10 protected entries .* budget of 8"),
     ((*ASK, "-b", "8", "--sinks", "-1"), "sinks is a whole number"),
     ((*ASK, "-r", "0.5", "--temperature", "-1"), "temperature is at least 0"),
@@ -262,6 +285,7 @@ BAD = [
     (("ask", "--question", "Where?", "--context", "BINARY", "-r", "0.5"), "is not UTF-8 text"),
     (("ask", "--question", "Where?", "--context", "-", "-r", "0.5"), "--context - is empty"),
     (("ask", "--question", " ", "--context", "TEXT", "-r", "0.5"), "--question is empty"),
+    ((*ASK, "-b", "8", "--recent", "9"), r"9 protected entries .* budget of 8"),
     (("generate", "--prompt", " ", "-b", "8"), "--prompt is empty"),
     (("generate", "--prompt", "Hi", "-p", "snapkv"), "not neither"),
     (("generate", "--prompt", "Hi", "-p", "nonsense", "-b", "8"), "unknown scorer"),
@@ -302,6 +326,15 @@ def test_usage_errors_have_code_2_and_no_traceback(arguments):
     result = run(*arguments)
     assert result.exit_code == 2
     assert "Usage" in result.stderr and "Traceback" not in result.output
+
+
+def test_a_context_too_short_for_the_window_is_one_line_and_code_2(text, checkpoint):
+    arguments = (*(text if a == "TEXT" else a for a in ASK), "-m", checkpoint, "-r", "0.5", "-p")
+    result = run(*arguments, "snapkv(window=5000)")
+    assert (result.exit_code, result.stdout) == (2, "")
+    message = r"error: snapkv values what stands before its window of 5000 tokens, but only \d+ had been seen [^\n]*"
+    assert re.fullmatch(message, result.stderr.strip()), result.stderr
+    assert run(*arguments, "snapkv(window=50)", "--max-new-tokens", "2").exit_code == 0
 
 
 def test_what_fails_outside_is_one_line_and_code_1(text, tmp_path, monkeypatch):

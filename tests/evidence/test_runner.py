@@ -82,6 +82,82 @@ def test_what_is_there_is_not_done_again_and_more_can_be_added(whole, setting, t
     assert sorted(map(str, timeless(store.rows()))) == sorted(map(str, timeless(whole.rows())))
 
 
+STREAMED = ("stream-single", "decode")
+BUDGETS = runner.cases_of(["knorm"], budgets=[32, 64])
+
+
+@pytest.fixture(scope="module")
+def streaming(setting):
+    return dataclasses.replace(setting, length=200, passages=2, chunk=32, every=8)
+
+
+def test_streamed_tasks_at_budgets(streaming, tmp_path):
+    store = Store(tmp_path / "out", streaming.identity())
+    work(streaming, store, tasks=STREAMED, cases=[*BUDGETS, Case("knorm", 0.5)])
+    rows = store.rows()
+    assert len(rows) == 2 * 2 * (1 + 2 * 3 + 1)
+    for row in rows:
+        if row.budget:
+            assert row.kept in range(row.budget, row.budget + 8 + 1) and row.mean_cache < row.budget + 8
+        assert (row.token_kl is None) == (row.task != "decode") == (row.kl is None)
+    lists = [row.token_kl for row in rows if row.task == "decode"]
+    assert {(len(kl), *map(len, kl)) for kl in lists} == {(2, 16, 16)}
+    for task in STREAMED:
+        assert len({(row.index, row.mean_cache) for row in rows if row.task == task and row.budget == 32}) == 2
+
+
+def test_a_budget_also_compresses_a_context_once(setting, tmp_path):
+    store = Store(tmp_path / "out", setting.identity())
+    work(setting, store, indices=range(1), cases=BUDGETS)
+    assert {(row.policy, row.kept) for row in store.rows() if row.budget} == {
+        (policy, budget) for policy in ("random", "streaming", "knorm") for budget in (32, 64)
+    }
+
+
+def test_a_streamed_needle_is_that_of_the_plain_task(streaming):
+    bench = runner._bench(streaming)
+    plain, streamed = bench.example("single", 5), bench.example("stream-single", 5)
+    assert streamed == dataclasses.replace(plain, task="stream-single")
+
+
+def test_streamed_rows_are_kept_one_by_one(streaming, tmp_path, monkeypatch):
+    store = Store(tmp_path / "out", streaming.identity())
+    seen, measure = [], runner.measure_streamed
+
+    def dying(*arguments, **options):
+        for row in measure(*arguments, **options):
+            yield row
+            seen.append(row)
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "measure_streamed", dying)
+    with pytest.raises(KeyboardInterrupt):
+        work(streaming, store, tasks=["decode"], indices=range(1), cases=BUDGETS)
+    assert [row.case for row in store.rows()] == BUDGETS[:3]
+    monkeypatch.undo()
+    (unit,) = runner.plan(store, ["decode"], range(1), BUDGETS)
+    assert list(unit.cases) == BUDGETS[3:]
+    work(streaming, store, tasks=["decode"], indices=range(1), cases=BUDGETS)
+    whole = Store(tmp_path / "whole", streaming.identity())
+    work(streaming, whole, tasks=["decode"], indices=range(1), cases=BUDGETS)
+    assert timeless(store.rows()) == timeless(whole.rows())
+
+
+def test_rows_of_before_budgets_are_read(whole, setting, tmp_path):
+    """A folder whose files lack the columns that came later."""
+    store = Store(tmp_path / "old", setting.identity())
+    (tmp_path / "old" / "parts").mkdir(parents=True)
+    for part in (whole.folder / "parts").iterdir():
+        table = parquet.read_table(part)
+        new = ["budget", "mean_cache", "peak_cache", "token_nll", "token_kl"]
+        parquet.write_table(table.drop_columns(new), tmp_path / "old" / "parts" / part.name)
+    assert store.rows() == whole.rows() and store.rows()[0].budget is None
+    assert not runner.plan(store, TASKS, range(2), CASES)
+    store.add(whole.rows()[:1])
+    assert store.rows() == whole.rows()
+
+
 def test_the_table_carries_its_origin(whole):
     files = whole.finish({"command": "kvretain eval"}, {"cells": []}, "# page")
     assert [path.name for path in files] == ["rows.parquet", "summary.json", "summary.md"]

@@ -201,3 +201,19 @@ def test_the_interval_is_over_layers():
     # More heads of the same layers are no further evidence.
     assert measures.mean_interval(values[:, :1], generator=generator()) == (centre, low, high)
     assert measures.mean_interval(values, generator=generator()) == (centre, low, high)
+
+
+def test_cosines_of_all_pairs_and_of_the_nearest():
+    vectors = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 1.0]])
+    pairs, nearest = measures.cosines(vectors, centre=False)
+    half = 0.5**0.5
+    assert pairs.tolist() == pytest.approx([0.0, half, half], abs=1e-6)
+    assert nearest.tolist() == pytest.approx([half] * 3, abs=1e-6)
+    shifted = measures.cosines(vectors + 100, centre=True)
+    for got, expected in zip(shifted, measures.cosines(vectors, centre=True), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert measures.cosines(vectors + 100, centre=False)[0].min() > 0.999
+    many = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    pairs, nearest = measures.cosines(many, centre=False, most=20)
+    thinned = measures.cosines(many[::3], centre=False)
+    assert torch.equal(pairs, thinned[0]) and torch.equal(nearest, thinned[1])

@@ -23,7 +23,7 @@ from kvretain.observe.tables import RADIUS, SHARES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*deprecated")
 
-FIGURES = ("marginal_gain", "autocorrelation", "segment_coverage", "selectivity", "attention")
+FIGURES = ("marginal_gain", "autocorrelation", "segment_coverage", "selectivity", "attention", "value_cosines")
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +211,31 @@ def test_selectivity_and_heat_maps_are_those_of_the_heads(written, observed):
             assert (int(row["layer"]), int(row["head"])) == (layer, head)
             cell = observed.attention[layer, head, int(row["query"]) // 3, int(row["key"]) // 3].item()
             assert float(row["share"]) == pytest.approx(cell, rel=1e-5, abs=1e-9)
+
+
+def test_value_cosines_are_those_of_the_cached_values(checkpoint, written):
+    """Signatures from transformers' own cache, in float64; the entries that compete."""
+    model, tokenizer = load_model(checkpoint)
+    ids = tokenizer(chapter(), return_tensors="pt")["input_ids"][:, :300]
+    with torch.inference_mode():
+        plain = model(ids, use_cache=True).past_key_values
+    values = torch.cat([layer.values[0] for layer in plain.layers]).double()[:, 4:-8]
+    unit = torch.nn.functional.normalize(values, dim=-1)
+    for name, heads in (("mean of all heads", values), ("mean of unit vectors", unit)):
+        for centred in ("no", "yes"):
+            mean = heads.mean(0)
+            mean = torch.nn.functional.normalize(mean - mean.mean(0) if centred == "yes" else mean, dim=-1)
+            table = mean @ mean.T
+            pairs = table[~torch.ones_like(table).triu().bool()]
+            nearest = (table - 3 * torch.eye(len(table))).amax(-1)
+            for kind, sample in (("all pairs", pairs), ("nearest other", nearest)):
+                found = rows(written[0], "value_cosines", signature=name, centred=centred, of=kind)
+                assert numbers(found, "percentile") == list(range(101))
+                assert {row["count"] for row in found} == {str(len(sample))}
+                wanted = sample.quantile(torch.linspace(0, 1, 101, dtype=torch.float64)).tolist()
+                assert numbers(found, "cosine") == pytest.approx(wanted, abs=1e-5)
+                assert numbers(found, "mean")[0] == pytest.approx(sample.mean().item(), abs=1e-5)
+                assert numbers(found, "sd")[0] == pytest.approx(sample.std(correction=0).item(), abs=1e-5)
 
 
 def test_the_record_says_how_to_read_and_repeat_it(written, observed):

@@ -10,14 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from views import pad, random_view, row, strip
 
-from kvretain.scores import H2O, TOVA, KeyDiff, KNorm, Random, SnapKV, Streaming, scorers
+from kvretain.scores import H2O, RKV, TOVA, KeyDiff, KNorm, LagKV, Random, SnapKV, Streaming, ValueNorm, rkv, scorers
 
-ALL = [scorers[name]() for name in scorers] + [SnapKV(pooling="mean", group="mean"), SnapKV(window=2, pooling="none")]
+ALL = [scorers[name]() for name in scorers] + [
+    SnapKV(pooling="mean", group="mean"),
+    SnapKV(window=2, pooling="none"),
+    LagKV(lag=2, cross=True),
+]
 
 
 def test_registry_holds_the_baselines():
-    assert {"expected", "h2o", "keydiff", "knorm", "random", "snapkv", "streaming", "tova"} <= set(scorers)
-    with pytest.raises(ValueError, match=r"unknown scorer 'snap'; valid: expected, h2o, keydiff, .*tova"):
+    assert {"expected", "fastkvzip", "h2o", "keydiff", "knorm", "random", "snapkv", "streaming", "tova"} <= set(scorers)
+    with pytest.raises(ValueError, match=r"unknown scorer 'snap'; valid: expected, fastkvzip, h2o, keydiff, .*tova"):
         scorers["snap"]
 
 
@@ -80,6 +84,9 @@ def test_half_precision_caches_are_scored_in_float32(scorer, dtype):
         ("tova", 0, 0, 1, {"queries"}),
         ("snapkv", 4, 8, 8, {"queries"}),
         ("h2o", 0, 32, 0, {"attention"}),
+        ("rkv", 0, 8, 8, {"queries"}),
+        ("lagkv", 4, 16, 0, set()),
+        ("value-norm", 4, 0, 0, set()),
     ],
 )
 def test_what_each_scorer_asks_of_the_cache(name, sinks, recent, window, needs):
@@ -87,7 +94,7 @@ def test_what_each_scorer_asks_of_the_cache(name, sinks, recent, window, needs):
     assert (scorer.sinks, scorer.recent(65), scorer.window, set(scorer.needs)) == (sinks, recent, window, needs)
 
 
-@pytest.mark.parametrize("scorer", [TOVA(), SnapKV()], ids=str)
+@pytest.mark.parametrize("scorer", [TOVA(), SnapKV(), RKV()], ids=str)
 def test_missing_queries_are_an_error(scorer):
     view = dataclasses.replace(random_view(0), queries=None, query_valid=None)
     with pytest.raises(ValueError, match=r"needs the last \d queries, but layer 3's view has queries=None"):
@@ -103,7 +110,7 @@ def test_missing_attention_is_an_error():
 
 def test_query_valid_is_optional():
     view = random_view(1, seen=(20, 30))
-    for scorer in (TOVA(), SnapKV()):
+    for scorer in (TOVA(), SnapKV(), RKV()):
         bare = dataclasses.replace(view, query_valid=None)
         assert torch.equal(scorer.score(bare), scorer.score(view))
 
@@ -119,6 +126,14 @@ def test_query_valid_is_optional():
         (SnapKV, "kernel", 0, "snapkv: kernel must be a whole number of at least 1, not 0"),
         (SnapKV, "kernel", 4, "snapkv: kernel must be odd, .* not 4"),
         (SnapKV, "pooling", "median", "snapkv: pooling must be one of 'max', 'mean', 'none', not 'median'"),
+        (RKV, "window", 0, "rkv: window must be a whole number of at least 1, not 0"),
+        (RKV, "kernel", 2, "rkv: kernel must be odd, .* not 2"),
+        (RKV, "mix", -0.1, "rkv: mix must be a number from 0 to 1, not -0.1"),
+        (RKV, "mix", float("nan"), "rkv: mix must be a number from 0 to 1, not nan"),
+        (RKV, "threshold", "0.5", "rkv: threshold must be a number from 0 to 1, not '0.5'"),
+        (LagKV, "lag", 1, "lagkv: lag must be a whole number of at least 2, not 1"),
+        (LagKV, "cross", 1, "lagkv: cross must be True or False, not 1"),
+        (ValueNorm, "order", 2, "value-norm: order must be one of 'l1', 'l2', not 2"),
         (SnapKV, "group", None, "snapkv: group must be one of 'max', 'mean', not None"),
     ],
 )
@@ -158,7 +173,7 @@ def test_random_retention_is_a_uniform_sample_of_all_tokens():
 
 def test_streaming_and_knorm_and_keydiff_read_no_queries():
     bare = dataclasses.replace(random_view(2), queries=None, query_valid=None, attention=None)
-    for scorer in (Random(), Streaming(), KNorm(), KeyDiff()):
+    for scorer in (Random(), Streaming(), KNorm(), KeyDiff(), LagKV(), ValueNorm()):
         assert not scorer.needs and scorer.score(bare).isfinite().all()
 
 
@@ -179,3 +194,49 @@ def test_sinks_lend_nothing_to_their_neighbours():
     queries = torch.ones(1, 1, 8, 6)
     scores = SnapKV().score(dataclasses.replace(view, keys=keys, queries=queries))[0, 0]
     assert scores[0] == pytest.approx(1.0) and bool((scores[4:12] < 1e-6).all()) and bool((scores[12:] == 1).all())
+
+
+def test_rkv_in_blocks_is_rkv_at_once(monkeypatch):
+    view = random_view(4, seen=(40, 20, 5), kept=30)
+    whole = RKV().score(view)
+    monkeypatch.setattr(rkv, "_BLOCK", 100)  # 3 of 30 rows at a time
+    torch.testing.assert_close(RKV().score(view), whole, rtol=1e-6, atol=1e-7)
+
+
+def test_rkv_holds_duplicates_against_all_but_the_newest():
+    """Ten distinct keys and four copies of one: only the last copy is as free of redundancy as the distinct ones."""
+    view = random_view(0, seen=(14,), heads=1, group=1, kept=14)
+    keys = torch.eye(14)
+    copies = [2, 5, 9, 12]
+    keys[copies] = torch.eye(14)[2]
+    redundancy = RKV().redundancy(dataclasses.replace(view, keys=keys[None, None]))[0, 0]
+    assert redundancy.sum().item() == pytest.approx(1)
+    distinct = [slot for slot in range(14) if slot not in copies]
+    assert redundancy[distinct].max() == redundancy[distinct].min()
+    # Rows 2, 5 and 9 spare slot 12, row 12 spares slot 9: 2 and 5 are named by three others, 9 by two, 12 by none.
+    means = torch.zeros(14)
+    means[[2, 5, 9]] = torch.tensor([3.0, 3.0, 2.0]) / 14
+    torch.testing.assert_close(redundancy, means.softmax(-1))
+
+
+def test_lagkv_cuts_each_row_by_its_own_budget():
+    """Under a ratio the rows of a padded batch keep different numbers, and each is scored as it is alone."""
+    view = random_view(6, seen=(40, 20, 30), kept=20)
+    unequal = dataclasses.replace(view, budgets=(20, 8, 12))
+    scores = LagKV().score(unequal)
+    for index, budget in enumerate(unequal.budgets):
+        alone = LagKV().score(dataclasses.replace(row(view, index), budget=budget))
+        torch.testing.assert_close(scores[index], alone[0])
+    assert not torch.equal(scores, LagKV().score(view))
+
+
+def test_lagkv_keeps_the_same_share_of_every_partition_and_the_tail():
+    rng = torch.Generator().manual_seed(0)
+    view = random_view(0, seen=(45,), heads=1, group=1, kept=45)
+    states = torch.randn(1, 1, 45, 6, generator=rng)
+    protected = (torch.arange(45) < 4).expand(1, 1, -1)
+    view = dataclasses.replace(view, keys=states, values=states, protected=protected, budget=40)
+    scores = LagKV().score(view)[0, 0]  # 4 sinks, 4 partitions of 10, a remainder of 1
+    assert bool((scores[:4] == 0).all()) and bool((scores[34:] == 1).all())
+    for part in scores[4:34].split(10):
+        assert part.sort().values.tolist() == pytest.approx([rank / 10 for rank in range(10)])

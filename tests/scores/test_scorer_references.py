@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from views import random_view
 
-from kvretain.scores import H2O, TOVA, KeyDiff, KNorm, Random, SnapKV, Streaming
+from kvretain.scores import H2O, RKV, TOVA, KeyDiff, KNorm, LagKV, Random, SnapKV, Streaming, ValueNorm
 
 M64 = (1 << 64) - 1
 
@@ -95,6 +96,68 @@ def snapkv_reference(scorer, view, row, head):
     return scores
 
 
+def rkv_reference(scorer, view, row, head):
+    slots, _, keys, _ = head_of(view, row, head)
+    importance = snapkv_reference(SnapKV(window=scorer.window, kernel=scorer.kernel), view, row, head)
+    total = dict.fromkeys(slots, 0.0)
+    for i in slots:
+        cosines = {}
+        for j in slots:
+            product = sum(a * b for a, b in zip(keys[i], keys[j], strict=True))
+            length = (math.hypot(*keys[i]) + 1e-8) * (math.hypot(*keys[j]) + 1e-8)
+            cosines[j] = 0.0 if i == j else product / length
+        near = [j for j in slots if cosines[j] > scorer.threshold]
+        cosines[near[-1] if near else slots[0]] = 0.0
+        for j in slots:
+            total[j] += cosines[j]
+    redundancy = softmax({j: total[j] / len(slots) for j in slots})
+    window = int(view.seen[row]) - scorer.window
+    mixed = {j: scorer.mix * importance[j] - (1 - scorer.mix) * redundancy[j] for j in slots}
+    return {j: 1.0 if int(view.positions[row, head, j]) >= window else mixed[j] for j in slots}
+
+
+def lagkv_reference(scorer, view, row, head):
+    slots, _, keys, _ = head_of(view, row, head)
+    values = view.values[row, head].double().tolist()
+    budget = view.budget if view.budgets is None else view.budgets[row]
+    size = max(2, min(scorer.lag, budget // 4))
+    leading = []
+    for slot in slots:
+        if not view.protected[row, head, slot]:
+            break
+        leading.append(slot)
+    body = slots[len(leading) :]
+    scores = dict.fromkeys(leading, 0.0)
+    full = [body[start : start + size] for start in range(0, len(body) - size + 1, size)]
+    if len(full) < 2:
+        return scores | {slot: index / len(body) for index, slot in enumerate(body)}
+    scores |= dict.fromkeys(body, 1.0)
+    for part, after in pairwise(full):
+        worth = dict.fromkeys(part, 0.0)
+        for states in (keys, values):
+            spread = {}
+            for slot in part:
+                scaled = []
+                for channel, x in enumerate(states[slot]):
+                    column = [states[other][channel] for other in after]
+                    scaled.append((x - min(column)) / max(max(column) - min(column), 1e-6))
+                mean = sum(scaled) / len(scaled)
+                spread[slot] = math.sqrt(sum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1))
+            for slot, share in softmax(spread).items():
+                worth[slot] += share / 2
+        ranked = sorted(part, key=lambda slot: (worth[slot], -slot))
+        for rank, slot in enumerate(ranked):
+            scores[slot] = worth[slot] if scorer.cross else rank / size
+    return scores
+
+
+def value_norm_reference(scorer, view, row, head):
+    slots, _, _, _ = head_of(view, row, head)
+    values = view.values[row, head].double().tolist()
+    length = (lambda v: sum(map(abs, v))) if scorer.order == "l1" else (lambda v: math.hypot(*v))
+    return {slot: length(values[slot]) for slot in slots}
+
+
 def h2o_reference(scorer, view, row, head):
     slots, _, _, _ = head_of(view, row, head)
     return {slot: float(view.attention[row, head, slot]) for slot in slots}
@@ -112,6 +175,14 @@ TABLE = [
     (SnapKV(window=5, kernel=3, pooling="mean"), snapkv_reference),
     (SnapKV(pooling="none", group="mean"), snapkv_reference),
     (SnapKV(window=12, kernel=5, group="mean"), snapkv_reference),
+    (RKV(), rkv_reference),
+    (RKV(window=3, kernel=3, mix=0.5, threshold=0.2), rkv_reference),
+    (RKV(mix=0, threshold=1.0), rkv_reference),
+    (LagKV(), lagkv_reference),
+    (LagKV(lag=3), lagkv_reference),
+    (LagKV(lag=2, cross=True), lagkv_reference),
+    (ValueNorm(), value_norm_reference),
+    (ValueNorm(order="l1"), value_norm_reference),
     (H2O(), h2o_reference),
 ]
 

@@ -24,6 +24,11 @@ def _spread(batch: int, heads: int, size: int, rng: torch.Generator) -> torch.Te
     return roots @ roots.transpose(-1, -2)
 
 
+def _calibration(heads: int, pairs: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    mean = torch.complex(*torch.randn(2, heads, pairs, generator=rng))
+    return mean, mean.abs() + torch.rand(heads, pairs, generator=rng)
+
+
 def random_view(
     seed: int, *, seen: tuple[int, ...] = (29, 17, 23), heads: int = 2, group: int = 2, window: int = 8, kept: int = 20
 ) -> CacheView:
@@ -54,6 +59,10 @@ def random_view(
         replay=torch.rand(batch, heads, kept, generator=rng).masked_fill(padding[..., 0], torch.nan),
         query_mean=torch.randn(batch, heads * group, size, generator=rng),
         query_covariance=_spread(batch, heads * group, size, rng),
+        gate=torch.rand(batch, heads, kept, generator=torch.Generator().manual_seed(seed + 1)).masked_fill(
+            padding[..., 0], torch.nan
+        ),
+        calibration=_calibration(heads * group, size // 2, rng),
         rope=ROPE,
         scaling=0.5,
         layer=3,
@@ -73,6 +82,7 @@ def row(view: CacheView, index: int) -> CacheView:
         "query_valid",
         "attention",
         "replay",
+        "gate",
         "query_mean",
     )
     names += ("query_covariance",)
@@ -89,7 +99,7 @@ def pad(view: CacheView, before: torch.Tensor) -> CacheView:
         out[:, :, slots] = tensor
         return out
 
-    assert view.attention is not None and view.replay is not None
+    assert view.attention is not None and view.replay is not None and view.gate is not None
     return replace(
         view,
         keys=spread(view.keys, torch.nan),
@@ -98,6 +108,7 @@ def pad(view: CacheView, before: torch.Tensor) -> CacheView:
         protected=spread(view.protected, False),
         attention=spread(view.attention, torch.nan),
         replay=spread(view.replay, torch.nan),
+        gate=spread(view.gate, torch.nan),
     )
 
 

@@ -1,5 +1,7 @@
 """The generators: the same for the same arguments, not too long, and gradable by what they hide."""
 
+import itertools
+import math
 import random
 import re
 import subprocess
@@ -88,10 +90,60 @@ def test_common_words_are_the_most_common(source):
     assert set(counts.values()) == {10, 2}
 
 
-def test_depths_differ():
-    source = Source("Tea is served. " * 200, words)
-    depths = [build_needle(source, "single", i, tokens=200).context.index("magic") for i in range(40)]
-    assert min(depths) < 150 and max(depths) > 650
+def begins(source, task, index, **options):
+    """Where the needles of an example begin, as shares of the context's tokens."""
+    context = build_needle(source, task, index, **options).context
+    places = [match.start() for match in re.finditer(r"One of the special magic|VAR [A-Z]{3} = ", context)]
+    return [source.count(context[:place]) / source.count(context) for place in places]
+
+
+RANGES = [(0.0, 1.0), (0.0, 0.5), (0.5, 1.0), (0.25, 0.75)]
+
+
+@pytest.mark.parametrize("depth", RANGES, ids=str)
+@pytest.mark.parametrize("task", [task for task in NEEDLES if task != "words"])
+def test_needles_lie_within_the_depth(task, depth, source):
+    """On real sentences, whose lengths differ by more than a factor of ten."""
+    low, high = depth
+    found = [share for index in range(20) for share in begins(source, task, index, tokens=800, depth=depth)]
+    assert len(found) >= 20
+    assert low - 0.01 <= min(found) and max(found) <= high + 0.01
+    assert max(found) - min(found) > 0.6 * (high - low)
+
+
+@pytest.mark.parametrize("skip", [0, 7, 100])
+@pytest.mark.parametrize("depth", [(0.0, 1.0), (0.2, 0.6)], ids=str)
+def test_consecutive_examples_spread_evenly_over_the_depth(depth, skip):
+    source = Source("Tea is served. " * 400, words)
+    low, high = depth
+    places = [begins(source, "single", skip + i, tokens=600, depth=depth)[0] for i in range(40)]
+    tenths = [min(int(10 * (place - low) / (high - low)), 9) for place in places]
+    assert all(2 <= tenths.count(tenth) <= 6 for tenth in range(10)), tenths
+    # No two neighbours of the series are close, so that few examples are spread as well.
+    ordered = sorted(places[:5])
+    assert min(b - a for a, b in itertools.pairwise(ordered)) > 0.08 * (high - low)
+
+
+@pytest.mark.parametrize("task", ["multikey", "multivalue", "tracking"])
+def test_the_needles_of_an_example_spread_evenly(task):
+    source = Source("Tea is served. " * 400, words)
+    found = begins(source, task, 3, tokens=1000, depth=(0.0, 1.0))
+    steps = [b - a for a, b in itertools.pairwise(found)]
+    assert max(steps) - min(steps) < 0.02 and min(steps) > 0.9 / len(found) - 0.02
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_depth_between_two_ends_of_sentences_means_the_nearest(share):
+    source = Source("Tea is served. " * 100, words)
+    for index in range(5):
+        (found,) = begins(source, "single", index, tokens=200, depth=(share, share))
+        assert found == pytest.approx(share, abs=0.06)  # a needle of 10 in 200 tokens cannot begin at the very end
+
+
+@pytest.mark.parametrize("depth", [(-0.1, 1), (0, 1.1), (0.6, 0.4), (0, math.nan), (0.5,)], ids=str)
+def test_a_bad_depth(depth, source):
+    with pytest.raises(ValueError, match=r"depth must be two shares in order, within \[0, 1\], not \("):
+        build_needle(source, "single", 0, tokens=600, depth=depth)
 
 
 def test_a_passage_wraps_around_the_end():

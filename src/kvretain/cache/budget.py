@@ -9,6 +9,9 @@ from typing import Any
 
 from ..scores import Scorer
 
+TRIGGERS = ("slack", "periodic")
+"""When a single-token pass evicts, see :class:`Budget`."""
+
 
 def _whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
@@ -22,7 +25,13 @@ class Budget:
     Attributes:
         tokens: entries kept per head, protected ones included.
         ratio: fraction *removed* of the real tokens seen by a row, in [0, 1).
-        every: decode cadence: compress when ``tokens + every`` entries are stored, down to ``tokens``.
+        every: decode cadence in tokens; ``every=1`` never ends a pass above the budget.
+        trigger: what a single-token pass waits for before it compresses down to ``tokens``. ``"slack"``: that
+            ``tokens + every`` entries are stored. ``"periodic"``: that the columns seen, padding included, are a
+            multiple of ``every`` (and more than ``tokens`` are stored), as R-KV does; then caches evict at the same
+            passes whatever their prompts and budgets. Either way storage never exceeds ``tokens + every``, and a long
+            run saw-tooths from ``tokens`` to ``tokens + every - 1`` after a pass: ``tokens + (every - 1) / 2`` on
+            average.
         sinks: first tokens protected; None takes the scorer's default, shrunk to fit.
         recent: last tokens protected; None likewise.
         protect_prompt: protect everything that came before the first single-token step.
@@ -37,6 +46,7 @@ class Budget:
     sinks: int | None = None
     recent: int | None = None
     protect_prompt: bool = False
+    trigger: str = "slack"
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.ratio is None):
@@ -52,6 +62,8 @@ class Budget:
         ):
             raise ValueError(f"ratio is the fraction removed, a number in [0, 1), not {self.ratio!r}")
         _whole("every", self.every, 1)
+        if self.trigger not in TRIGGERS:
+            raise ValueError(f"trigger is one of {', '.join(map(repr, TRIGGERS))}, not {self.trigger!r}")
         for name in ("sinks", "recent"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0)
@@ -70,9 +82,28 @@ class Budget:
         # The epsilon undoes binary rounding: 0.29 * 100 is 28.999999999999996.
         return max(1, seen - math.floor(self.ratio * seen + 1e-9))
 
-    def protection(self, target: int, prompt: int, scorer: Scorer) -> tuple[int, int]:
+    def due(self, kept: int, target: int, seen: int) -> bool:
+        """Whether a single-token pass that leaves ``kept`` entries after ``seen`` columns evicts down to ``target``."""
+        if self.trigger == "periodic":
+            return kept > target and seen % self.every == 0
+        return kept >= target + self.every
+
+    def check_prompt(self, prompt: int, target: int) -> None:
+        """Checks, before the first generated token is fed, that a protected prompt of ``prompt`` entries leaves room.
+
+        Raises:
+            ValueError: it fills the ``target`` entries, so that every eviction would drop all that was generated.
+        """
+        if prompt >= target:
+            raise ValueError(
+                f"the protected prompt of {prompt} tokens fills the budget of {target} entries per head, so nothing "
+                f"that is generated could be kept: raise the budget above {prompt}, or let the prompt compete "
+                "(protect_prompt=False)"
+            )
+
+    def protection(self, target: int, prompt: int, scorer: Scorer, seen: int = 0) -> tuple[int, int]:
         """Sinks and recent tokens to protect under a budget of ``target`` entries, ``prompt`` of them protected
-        already.
+        already, after ``seen`` tokens.
 
         Numbers the user gave are kept; the scorer's defaults shrink: recent to half of the room, sinks to a quarter.
 
@@ -82,7 +113,9 @@ class Budget:
         if prompt > target:
             raise ValueError(self._overfull(prompt, target, "prompt tokens (protect_prompt=True)"))
         room = target - prompt
-        recent = min(scorer.recent(target), room // 2) if self.recent is None else self.recent
+        recent = self.recent
+        if recent is None:
+            recent = min(max(scorer.recent(target), scorer.local(seen)), room // 2)
         # A protected prompt holds the sinks already.
         default = 0 if prompt else min(scorer.sinks, target // 4)
         sinks = default if self.sinks is None else self.sinks

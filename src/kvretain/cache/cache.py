@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import create_masks_for_generate
 
+from ..gate import LayerGate, gate_for
 from ..policy import Policy
 from . import support, tap
 from .budget import Budget
@@ -30,7 +32,8 @@ class RetentionCache(Cache, tap.Follower):
     When it evicts, always after the attention of the pass, so that a token sees everything cached before it:
 
     - a pass of several tokens (a prompt, a chunk of it, a new turn) ends with at most the budget;
-    - a single-token pass (decoding) compresses when ``budget + every`` entries are stored, down to the budget.
+    - a single-token pass (decoding) compresses when ``budget + every`` entries are stored, down to the budget; or, with
+      ``trigger="periodic"``, whenever the columns seen are a multiple of ``every``.
 
     Two lengths: ``get_seq_length()`` is columns seen, evicted ones included; a layer's ``kept`` is what it stores. Keys
     keep their rotation, entries their order. In left-padded batches padding goes first, a row never attends to it, and
@@ -54,6 +57,7 @@ class RetentionCache(Cache, tap.Follower):
         sinks: int | None = None,
         recent: int | None = None,
         protect_prompt: bool = False,
+        trigger: str = "slack",
     ) -> RetentionCache:
         """An empty cache for ``model``.
 
@@ -66,17 +70,22 @@ class RetentionCache(Cache, tap.Follower):
             every: decode cadence in tokens. Smaller follows the budget more closely, larger is faster.
             sinks: first tokens that are always kept; default: the scorer's, at most a quarter of the budget.
             recent: last tokens that are always kept; default: the scorer's, at most half of the budget.
-            protect_prompt: always keep everything that came before the first single-token pass.
+            protect_prompt: always keep everything that came before the first single-token pass. It must be shorter than
+                the budget.
+            trigger: ``"slack"``: compress when ``budget + every`` entries are stored. ``"periodic"``: when the columns
+                seen are a multiple of ``every``. On average a long run then holds ``budget + (every - 1) / 2`` entries
+                either way; see :class:`~kvretain.cache.budget.Budget`.
 
         Raises:
             ValueError: an unknown policy or argument, a number out of range, both or neither of ``budget`` and
                 ``ratio``, more protected tokens than the budget holds, or a model that cannot be served (refused by
                 name).
+            FileNotFoundError: the policy names a calibration or gate file that is not there.
             ImportError: transformers is older than 5.17.
         """
         support.check_transformers()
         policy = Policy.parse(policy) if isinstance(policy, str) or not isinstance(policy, Policy) else policy
-        limit = None if policy.scorer is None else Budget(budget, ratio, every, sinks, recent, protect_prompt)
+        limit = None if policy.scorer is None else Budget(budget, ratio, every, sinks, recent, protect_prompt, trigger)
         cache = cls._build(model, policy, limit)
         if limit is not None:
             support.ensure_verified(model)
@@ -94,11 +103,17 @@ class RetentionCache(Cache, tap.Follower):
         full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         session = Session(policy, limit, len(layers), len(full))
         kind = RaggedLayer if policy.ragged else RetentionLayer
+        gates: Sequence[LayerGate] = ()
+        if "hidden" in policy.needs:
+            support.attentions_of(decoder)
+            gates = gate_for(model, cls._gate_path(policy), len(full)).layers
+        if "norms" in policy.needs:
+            support.output_projections(decoder)  # refuses a model without them
         for rank, index in enumerate(full):
             layers[index] = kind(session, index, rank)
-            if "moments" in policy.needs:
-                layers[index].rope = support.rope_of(decoder, index)
+            layers[index].gate = gates[rank] if gates else None
         cache = cls(layers=layers)
+        cache._equip(policy, decoder)
         cache.policy, cache._session = policy, session
         cache._unscored, cache._replaying = Unscored(), None
         cache._argument = support.cache_argument(decoder)
@@ -115,13 +130,36 @@ class RetentionCache(Cache, tap.Follower):
     _replaying: Replaying | None
     _argument: str
 
+    def _equip(self, policy: Policy, decoder: Any) -> None:
+        """Gives the layers what ``policy`` needs and no pass brings: their rotation, and their part of a calibration.
+
+        Raises:
+            ValueError: a rotation that is not tested, or a calibration that cannot be read or made or does not fit.
+        """
+        layers, scorer = self._retained, policy.scorer
+        if policy.needs & {"moments", "pairs", "calibration"}:
+            for layer in layers:
+                layer.rope = layer.rope or support.rope_of(decoder, layer.index)
+        if "calibration" in policy.needs:
+            from ..calibrate import calibration_for  # it makes caches itself
+
+            ropes = {layer.index: layer.rope for layer in layers if layer.rope is not None}
+            calibration = calibration_for(decoder, scorer.calibration, ropes)  # type: ignore[union-attr]
+            for layer in layers:
+                layer.calibration = calibration.of(layer.index)
+
     def _new_trace(self) -> None:
         self.trace = Trace(tuple(layer.index for layer in self._retained))
 
     def _attach(self, decoder: nn.Module) -> None:
-        self._attachment = tap.attach(decoder, self.policy.tapped)
+        self._attachment = tap.attach(decoder, self.policy)
         # The hooks find the cache in the call's arguments and hold no reference to it, so it can die.
-        weakref.finalize(self, self._attachment.release, self.policy.tapped).atexit = False
+        weakref.finalize(self, self._attachment.release, self.policy).atexit = False
+
+    @staticmethod
+    def _gate_path(policy: Policy) -> str:
+        scorer: Any = policy.scorer
+        return scorer.gate
 
     @property
     def _retained(self) -> list[RetentionLayer]:
@@ -135,6 +173,8 @@ class RetentionCache(Cache, tap.Follower):
         memo[id(self._attachment)] = self._attachment
         for layer in self._retained:
             memo[id(layer.rope)] = layer.rope  # it reads the model's module, which is not copied
+            memo[id(layer.calibration)] = layer.calibration
+            memo[id(layer.gate)] = layer.gate  # weights that nothing changes
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         other._attach(self._attachment.decoder)
         return other
@@ -170,6 +210,16 @@ class RetentionCache(Cache, tap.Follower):
         masks = create_masks_for_generate(config, embeds, mask, self, position_ids)
         masks["full_attention"] = create_masks_for_generate(config, embeds, slots, self, position_ids)["full_attention"]
         return masks
+
+    def enter_attention(self, index: int, hidden: Tensor) -> None:
+        """Called before the attention of layer ``index`` with its input ``(B, n, E)``, if hooks are there for that."""
+        layer = self.layers[index]
+        if not isinstance(layer, RetentionLayer):
+            return
+        if self._replaying is not None:
+            self._replaying.enter(index, hidden)
+        elif layer.gate is not None:
+            layer.look(hidden)
 
     def end_pass(self) -> None:
         """Called after the decoder has run: evicts what is still due and records the pass."""
@@ -252,10 +302,21 @@ class RetentionCache(Cache, tap.Follower):
             )
         limit = Budget(budget, ratio, sinks=sinks, recent=recent)
         collected, window = self.policy.needs, own.window if own else 0
-        if missing := sorted(policy.needs - collected):
+        if missing := sorted(policy.collects - collected):
+            words = " and ".join("hidden states" if need == "hidden" else need for need in missing)
             raise ValueError(
-                f"the policy {str(policy)!r} needs the {' and '.join(missing)} of earlier passes, which a cache of the "
+                f"the policy {str(policy)!r} needs the {words} of earlier passes, which a cache of the "
                 f"policy {str(self.policy)!r} does not collect: make the cache with {str(policy)!r} and ratio=0"
+            )
+        if "hidden" in policy.needs and self._gate_path(policy) != self._gate_path(self.policy):
+            raise ValueError(
+                f"the policy {str(policy)!r} needs another gate than that of the policy {str(self.policy)!r}, which "
+                f"has scored the entries: make the cache with {str(policy)!r} and ratio=0"
+            )
+        if "replay" in policy.needs and scorer != own:
+            raise ValueError(
+                f"the entries of this cache are valued by the replay of its own policy {str(self.policy)!r}, and "
+                f"{str(policy)!r} replays otherwise: make the cache with {str(policy)!r} and ratio=0"
             )
         if "queries" in policy.needs and scorer.window > window:
             raise ValueError(
@@ -264,10 +325,16 @@ class RetentionCache(Cache, tap.Follower):
             )
         support.check_verified(self._attachment.decoder)
         layers = self._retained
-        self._replay(self.policy)
-        if self._session.columns.seen and self._session.compress(layers, policy, limit):
-            evicted, kept = tuple(layer.evicted for layer in layers), tuple(layer.kept for layer in layers)
-            self.trace.record(0, self._session.columns.seen, kept, evicted, tuple(layer.nbytes for layer in layers))
+        calibrations = [layer.calibration for layer in layers]
+        self._equip(policy, self._attachment.decoder)
+        try:
+            self._replay(self.policy)
+            if self._session.columns.seen and self._session.compress(layers, policy, limit):
+                evicted, kept = tuple(layer.evicted for layer in layers), tuple(layer.kept for layer in layers)
+                self.trace.record(0, self._session.columns.seen, kept, evicted, tuple(layer.nbytes for layer in layers))
+        finally:
+            for layer, calibration in zip(layers, calibrations, strict=True):
+                layer.calibration = calibration
 
     # Size
 

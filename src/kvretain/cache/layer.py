@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..gate import LayerGate
+from ..policy import PER_ENTRY
 from ..rope import Rope
 from . import tap
 from .session import Session
@@ -30,6 +32,7 @@ class RetentionLayer(CacheLayerMixin):
 
     Attributes:
         index: the layer's index in the model; ``rank`` its index among the retention layers.
+        rope, calibration: the layer's rotation and its part of a calibration, if the policy needs them.
         kept: entries stored per head; ``seen`` columns seen (padding and evicted ones included).
     """
 
@@ -43,6 +46,8 @@ class RetentionLayer(CacheLayerMixin):
         self.index = index
         self.rank = rank
         self.rope: Rope | None = None
+        self.calibration: tuple[Tensor, Tensor] | None = None
+        self.gate: LayerGate | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -61,9 +66,14 @@ class RetentionLayer(CacheLayerMixin):
         self._window: Tensor | None = None
         self._window_valid: Tensor | None = None
         self._oldest = 0
+        # One number per entry, by the policy's need: attention received, the replay's maximum, or the gate's score.
         self._attention: Tensor | None = None
+        self._gated: Tensor | None = None
         # Real queries so far (B, 1, 1), their sum (B, Hq, D) and the sum of their outer products (B, Hq, D, D).
         self._moments: tuple[Tensor, ...] | None = None
+        # Sums over queries before RoPE (see `Rope.halves`): of themselves (B, Hq, D), of the lengths of their pairs
+        # (B, Hq, D / 2), of their own lengths (B, Hq, 1).
+        self.pair_sums: tuple[Tensor, ...] | None = None
         self._scaling = 1.0
         self._softcap: float | None = None
         self._observed = 0
@@ -163,6 +173,8 @@ class RetentionLayer(CacheLayerMixin):
             self._transient = plan.evict
         self._filled = total
         self.seen += new
+        if self.gate is not None:
+            self._take_gated(new)
         keys, values = self._keys[:, :, :total], self._values[:, :, :total]
         if self.session.policy.tapped:
             tap.expect(self, keys)
@@ -186,6 +198,39 @@ class RetentionLayer(CacheLayerMixin):
                     f"{expected} {old.dtype} on {old.device}: is it used with the model it was made for?"
                 )
 
+    # Hidden states
+
+    def look(self, hidden: Tensor) -> None:
+        """Called before the attention of this pass with its input ``(B, n, E)``: the gate scores the new tokens."""
+        assert self.gate is not None
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            self._gated = self.gate.on(hidden.device)(hidden)
+
+    def _take_gated(self, new: int) -> None:
+        """Puts the gate's scores of the ``new`` last entries beside them."""
+        scores, self._gated = self._gated, None
+        assert self._keys is not None
+        expected = (*self._keys.shape[:2], new)
+        if scores is None or tuple(scores.shape) != expected:
+            found = None if scores is None else tuple(scores.shape)
+            raise ValueError(
+                f"the gate of layer {self.index} gave {found} scores for {expected} new entries: the policy "
+                f"{str(self.session.policy)!r} cannot serve this model"
+            )
+        self._make_room(new)[:, :, self._filled - new : self._filled] = scores
+
+    def _make_room(self, new: int) -> Tensor:
+        """A number for every entry that is stored or has a slot; those of the ``new`` last entries are 0."""
+        assert self._keys is not None
+        old, past = self._attention, self._filled - new
+        if old is None or old.shape[2] < self._filled:
+            self._attention = torch.zeros(self._keys.shape[:3], device=self._keys.device)
+            if old is not None:
+                self._attention[:, :, :past] = old[:, :, :past]
+            return self._attention
+        old[:, :, past : self._filled] = 0
+        return old
+
     # Observation (through the tap) and eviction
 
     frozen = False
@@ -200,14 +245,15 @@ class RetentionLayer(CacheLayerMixin):
         self._scaling, self._softcap, self._observed = scaling, softcap, self.seen
         query = query.detach()
         valid = None
-        if session.columns.real is not None or "moments" in scorer.needs:
+        unrotated = scorer.needs & {"moments", "pairs"}
+        if session.columns.real is not None or unrotated:
             positions = session.columns.positions(self.seen - plan.columns, self.seen, query.device)
             valid = positions >= 0 if bool((positions < 0).any()) else None
         if "queries" in scorer.needs:
             self._remember(query, valid, scorer.window)
-        if "moments" in scorer.needs:
+        if unrotated:
             with torch.autocast(query.device.type, enabled=False):
-                self._measure(query, positions, scorer.first)
+                self._measure(query, positions, scorer.first, pairs="pairs" in unrotated)
         if "attention" in scorer.needs:
             with torch.autocast(query.device.type, enabled=False):
                 self._accumulate(query, valid, sinks)
@@ -240,47 +286,53 @@ class RetentionLayer(CacheLayerMixin):
         self._window_valid[:, slots] = True
         self._oldest = (self._oldest + query.shape[2]) % size
 
-    def _measure(self, query: Tensor, positions: Tensor, first: int, block: int = 1024) -> None:
-        """Adds queries ``(B, Hq, n, D)`` at ``positions (B or 1, n)``, before RoPE, to the moments; the first tokens do
-        not count."""
+    def _measure(self, query: Tensor, positions: Tensor, first: int, *, pairs: bool, block: int = 1024) -> None:
+        """Adds queries ``(B, Hq, n, D)`` at ``positions (B or 1, n)``, before RoPE, to the moments, or to the sums over
+        ``pairs``; the first tokens do not count."""
         assert self.rope is not None
         for part, at in zip(query.split(block, 2), positions.split(block, 1), strict=True):
             cos, sin = self.rope.cos_sin(at.clamp_min(0))
             plain = self.rope.unrotate(part.to(torch.float32), cos[:, None], sin[:, None])
             counted = (at >= first).expand(query.shape[0], -1)
             plain = plain.masked_fill(~counted[:, None, :, None], 0.0)
+            if pairs:
+                halves = self.rope.halves(plain)
+                lengths = torch.hypot(*halves.chunk(2, -1))
+                sums = halves.sum(2), lengths.sum(2), plain.norm(dim=-1, keepdim=True).sum(2)
+                self.pair_sums = _added(self.pair_sums, sums)
+                continue
             new = (
                 counted.sum(-1).to(torch.float32)[:, None, None],
                 plain.sum(2),
                 torch.matmul(plain.transpose(-1, -2), plain),
             )
-            old = self._moments
-            self._moments = new if old is None else tuple(a + b for a, b in zip(old, new, strict=True))
+            self._moments = _added(self._moments, new)
 
     def _statistics(self) -> dict[str, Any]:
-        """Mean, covariance and rotation, by their names in :class:`CacheView`."""
+        """Mean and covariance, by their names in :class:`CacheView`."""
         if self._moments is None:
             return {}
         count, total, outer = self._moments
         count = count.clamp_min(1)
         mean = total / count
         covariance = outer / count[..., None] - mean[..., :, None] * mean[..., None, :]
-        return {"query_mean": mean, "query_covariance": covariance, "rope": self.rope}
+        return {"query_mean": mean, "query_covariance": covariance}
+
+    def _calibration(self) -> tuple[Tensor, Tensor] | None:
+        """The calibration on the device of the keys."""
+        if self.calibration is not None and self._keys is not None:
+            mean, absolute = self.calibration
+            self.calibration = mean.to(self._keys.device), absolute.to(self._keys.device)
+        return self.calibration
 
     def _accumulate(self, query: Tensor, valid: Tensor | None, sinks: Tensor | None, block: int = 256) -> None:
         """Adds the attention weights of the new queries to what each entry has received, in blocks of ``block``
         queries."""
         keys = self.keys
         assert keys is not None
-        batch, heads, kept, _ = keys.shape
+        _, heads, kept, _ = keys.shape
         new = query.shape[2]
-        grown = torch.zeros(batch, heads, self._keys.shape[2], device=keys.device)  # type: ignore[union-attr]
-        if self._attention is None or self._attention.shape[2] < kept:
-            if self._attention is not None:
-                grown[:, :, : kept - new] = self._attention[:, :, : kept - new]
-            self._attention = grown
-        else:
-            self._attention[:, :, kept - new : kept] = 0
+        received = self._make_room(new)
         view = self.view()
         slots = torch.arange(kept, device=keys.device)
         for start in range(0, new, block):
@@ -296,7 +348,7 @@ class RetentionLayer(CacheLayerMixin):
             weights = logits.softmax(-1)[..., :kept]
             if valid is not None:
                 weights = weights.nan_to_num(0.0) * valid[:, None, None, start:stop, None]
-            self._attention[:, :, :kept] += weights.sum((2, 3))
+            received[:, :, :kept] += weights.sum((2, 3))
 
     def view(self) -> CacheView:
         """The layer's entries as a scorer sees them now."""
@@ -316,24 +368,29 @@ class RetentionLayer(CacheLayerMixin):
             positions=positions,
             seen=seen,
             budget=max(plan.counts) if isinstance(plan.counts, tuple) else plan.counts,
+            budgets=plan.counts if isinstance(plan.counts, tuple) else None,
             protected=protected & (positions >= 0),
             queries=None if self._window is None else self._window[:, :, order],
             query_valid=None if self._window_valid is None else self._window_valid[:, order],
-            **self._numbers(),  # type: ignore[arg-type]
+            **self._named_numbers(),
             **self._statistics(),
+            calibration=self._calibration(),
+            rope=self.rope,
             scaling=self._scaling,
             softcap=self._softcap,
             layer=self.index,
             num_layers=session.num_layers,
         )
 
-    def _numbers(self) -> dict[str, Tensor]:
-        """The number per entry that the scorer asked for, ``(B, H, N)`` float32, by its name in :class:`CacheView`."""
-        if self._attention is None:
-            return {}
-        scorer = self.session.policy.scorer
-        name = "replay" if scorer is not None and "replay" in scorer.needs else "attention"
-        return {name: self._attention[:, :, : self._filled]}
+    def _numbers(self) -> Tensor | None:
+        """The number that is kept with every entry, ``(B, H, N)`` float32, if the cache's policy needs one."""
+        return None if self._attention is None else self._attention[:, :, : self._filled]
+
+    def _named_numbers(self) -> dict[str, Tensor]:
+        """:meth:`_numbers` by the name in :class:`CacheView` under which the policy of the moment reads them."""
+        numbers, names = self._numbers(), {"hidden": "gate"}
+        needs = self.session.policy.needs & PER_ENTRY
+        return {} if numbers is None else {names.get(need, need): numbers for need in needs}
 
     # Replay (see `replay.py`)
 
@@ -441,9 +498,14 @@ class RetentionLayer(CacheLayerMixin):
         for name in ("_positions", "_window", "_window_valid", "_attention"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, rows))
-        if self._moments is not None:
-            self._moments = tuple(moment.index_select(0, rows) for moment in self._moments)
+        for name in ("_moments", "pair_sums"):
+            sums = getattr(self, name)
+            setattr(self, name, None if sums is None else tuple(part.index_select(0, rows) for part in sums))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Beam search: as :meth:`select`."""
         self.select(beam_idx)
+
+
+def _added(old: tuple[Tensor, ...] | None, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return new if old is None else tuple(a + b for a, b in zip(old, new, strict=True))

@@ -122,13 +122,13 @@ class RaggedLayer(RetentionLayer):
         first, second = (torch.cat([part, tail], 2) for part, tail in zip(parts, (keys, values), strict=True))
         return first, second
 
-    def _numbers(self) -> dict[str, Tensor]:
+    def _numbers(self) -> Tensor | None:
         """As in the base class, over both parts."""
-        numbers = super()._numbers()
-        if self._flat_numbers is not None:
-            padded, _ = self._padded(self._flat_numbers, 0)
-            numbers = {name: torch.cat([padded, tail], 2) for name, tail in numbers.items()}
-        return numbers
+        tail = super()._numbers()
+        if tail is None or self._flat_numbers is None:
+            return tail
+        padded, _ = self._padded(self._flat_numbers, 0)
+        return torch.cat([padded, tail], 2)
 
     def _positions_shared(self) -> Tensor:
         """``(B, H or 1, N)`` int64, both parts; -1 in front of shorter heads."""
@@ -153,7 +153,7 @@ class RaggedLayer(RetentionLayer):
                 2, index.clamp_min(0).expand(-1, keys.shape[1], -1), index.expand(-1, keys.shape[1], -1) >= 0
             )
             mask &= positions >= 0
-        for numbers in self._numbers().values():
+        if (numbers := self._numbers()) is not None:
             self._flat_numbers = numbers[mask]
         self._attention = None if self._attention is None else self._attention[:, :, :0]
         self._flat = keys[mask], values[mask]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from . import tap
+from . import support, tap
 from .layer import RetentionLayer
 from .session import Plan
 
@@ -28,6 +28,7 @@ class Repeats(Protocol):
     lead: int
     first: int
     prompt: tuple[int, ...]
+    normalise: bool
 
 
 @dataclass
@@ -64,6 +65,7 @@ def replay(cache: RetentionCache, scorer: Repeats) -> None:
     seen, plan = session.columns.seen, session.plan
     valid = None if session.mask is None else session.mask[:, seen - columns :]
     prompt = torch.tensor(scorer.prompt, dtype=ids.dtype, device=ids.device).expand(batch, -1)
+    projections = support.output_projections(decoder) if scorer.normalise else None
     # Sliding windows and recurrent states are transformers' own: they are copied and put back.
     others = [(layer, copy.deepcopy(layer.__dict__)) for layer in cache.layers if not isinstance(layer, RetentionLayer)]
     for layer in layers:
@@ -77,7 +79,7 @@ def replay(cache: RetentionCache, scorer: Repeats) -> None:
             real[:, prompt.shape[1] :] = valid[:, lead:stop]
         asking[:, : fed.shape[1] - (stop - start)] = False
         session.plan = Plan(fed.shape[1], True, False, 0, 0)
-        cache._replaying = Replaying(columns - start, columns - stop, asking & real, real, scorer.first)
+        cache._replaying = Replaying(columns - start, columns - stop, asking & real, real, scorer.first, projections)
         arguments: dict[str, Any] = {
             "position_ids": session.columns.counts(batch, ids.device)[:, None] + real.cumsum(1) - 1
         }
@@ -104,6 +106,8 @@ class Replaying:
         asking: ``(B, n)`` bool, the repeated queries that count.
         real: ``(B, n)`` bool, repeated tokens that are not padding.
         first: first tokens that every softmax includes.
+        projections: each layer's output projection ``(E, Hq * Dv)``, to normalise weights by; None leaves them.
+        norms: lengths ``(B, n)`` of the hidden states that have entered the attention of a layer, until it is scored.
     """
 
     begin: int
@@ -111,10 +115,17 @@ class Replaying:
     asking: Tensor
     real: Tensor
     first: int
+    projections: dict[int, Tensor] | None = None
+    norms: dict[int, Tensor] = field(default_factory=dict)
+
+    def enter(self, index: int, hidden: Tensor) -> None:
+        """Called before the attention of layer ``index`` with its input ``(B, n, E)``."""
+        if self.projections is not None:
+            self.norms[index] = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
 
     def score(self, layer: RetentionLayer, query: Tensor, block: int = 256) -> None:
         """Raises ``layer``'s numbers to the weights that the repeated ``query (B, Hq, n, D)`` gives the chunk."""
-        keys, _ = layer._all()
+        keys, values = layer._all()
         new, total = query.shape[2], keys.shape[2]
         past = total - new
         positions = layer.positions[:, :, :past]
@@ -122,7 +133,10 @@ class Replaying:
         chunk = (slots >= past - self.begin) & (slots < past - self.end) & (positions >= 0)
         allowed = chunk | ((positions >= 0) & (positions < self.first))
         view = layer.view()
-        best = torch.zeros(*keys.shape[:2], past, device=keys.device)
+        groups = query.shape[1] // keys.shape[1]
+        # The largest weight by query head: what normalises it does not depend on the query, but for its own length.
+        best = torch.zeros(*keys.shape[:2], groups, past, device=keys.device)
+        lengths = None if self.projections is None else self.norms.pop(layer.index).clamp_min(1e-12)
         own = torch.arange(new, device=keys.device)
         for start in range(0, new, block):
             stop = min(start + block, new)
@@ -137,5 +151,28 @@ class Replaying:
             )
             weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)[..., :past]
             counted = self.asking[:, None, None, start:stop, None].to(keys.device)
-            best = torch.maximum(best, (weights.nan_to_num(0.0) * counted).amax((2, 3)))
-        layer.raise_numbers(best.masked_fill(~chunk, 0.0))
+            weights = weights.nan_to_num(0.0) * counted
+            if lengths is not None:
+                weights = weights / lengths[:, None, None, start:stop, None]
+            best = torch.maximum(best, weights.amax(3))
+        if self.projections is not None:
+            own_chunk = slice(past - self.begin, past - self.end)
+            best[..., own_chunk] *= projected_norms(values[:, :, own_chunk], self.projections[layer.index])
+        layer.raise_numbers(best.amax(2).masked_fill(~chunk, 0.0))
+
+
+def projected_norms(values: Tensor, projection: Tensor) -> Tensor:
+    """Lengths ``(B, H, G, N)`` float32 of what each query head's slice of ``projection (E, Hq * Dv)`` makes of
+    ``values (B, H, N, Dv)``."""
+    batch, heads, size, width = values.shape
+    if projection.shape[1] % (heads * width):
+        raise ValueError(
+            f"an output projection of {projection.shape[1]} inputs does not take values of {heads} heads x {width}"
+        )
+    slices = projection.unflatten(1, (heads, -1, width)).to(values.device)  # (E, H, G, Dv)
+    lengths = torch.empty(batch, heads, slices.shape[2], size, device=values.device)
+    for head in range(heads):  # one query head at a time: (B, N, E) is as large as a hidden state
+        for group in range(slices.shape[2]):
+            projected = values[:, head].to(torch.float32) @ slices[:, head, group].to(torch.float32).T
+            lengths[:, head, group] = torch.linalg.vector_norm(projected, dim=-1)
+    return lengths

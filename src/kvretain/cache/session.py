@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..choose import choose, choose_unequal
+from ..choose import choose, choose_unequal, shared_values
 from ..policy import Policy
+from ..select import Selector
 from ..select.allocate import layer_budgets
 from .budget import Budget
 from .columns import Columns
@@ -59,6 +60,8 @@ class Session:
         mask: ``(B, seen)`` bool, the real columns so far; None while nothing was padded.
         front: padding slots that lead each row right after the last eviction (rows that keep less than the largest).
         evicted_at: columns seen at the last eviction, ``evicted_to`` the entries that it left.
+        values: for a selector that compares values over the whole model, that selector and, for the entries that
+            survived the last eviction, their mean values ``(B, evicted_to, D)`` float32: computed once per token.
     """
 
     policy: Policy
@@ -74,6 +77,7 @@ class Session:
     front: tuple[int, ...] | None = None
     evicted_at: int = 0
     evicted_to: int = 0
+    values: tuple[Selector, Tensor] | None = None
 
     def reset(self) -> None:
         """Forgets what was seen."""
@@ -141,7 +145,11 @@ class Session:
             return Plan(columns, prefill, False, kept, kept)
         targets = [self.budget.keep(n) for n in real or [seen]]
         target = max(targets)
-        if kept <= target if prefill else kept < target + self.budget.every:
+        starts = not prefill and self.columns.prompt == self.columns.seen
+        if starts and self.budget.protect_prompt and self.budget.tokens is not None:
+            for prompt, least in zip(self._prompts(len(targets)), targets, strict=True):
+                self.budget.check_prompt(prompt, least)
+        if not (kept > target if prefill else self.budget.due(kept, target, seen)):
             return Plan(columns, prefill, False, target, kept)
         counts: int | tuple[int, ...] = target
         if stored is not None:
@@ -154,16 +162,34 @@ class Session:
         prompts = [0] * len(targets)
         if self.budget.protect_prompt:
             whole = prefill and self.columns.prompt == self.columns.seen  # these columns are still the prompt's
-            before = self.columns.prompt_real
-            if whole:
-                prompts = real or [seen]
-            else:
-                prompts = [self.columns.prompt] * len(targets) if before is None else before.tolist()
+            prompts = (real or [seen]) if whole else self._prompts(len(targets))
         scorer = self.policy.scorer
         assert scorer is not None
-        pairs = [self.budget.protection(t, p, scorer) for t, p in zip(targets, prompts, strict=True)]
+        rows = zip(targets, prompts, real or [seen], strict=True)
+        pairs = [self.budget.protection(target, prompt, scorer, n) for target, prompt, n in rows]
         sinks, recent = zip(*pairs, strict=True)
+        # A short row beside a longer one is served; it is an error where no row can be valued.
+        valued = [
+            n
+            for n, stays, has, *protected in zip(
+                real or [seen],
+                counts if isinstance(counts, tuple) else (counts,),
+                stored or (kept,),
+                sinks,
+                recent,
+                prompts,
+                strict=True,
+            )
+            if sum(protected) < stays < has
+        ]
+        if valued:
+            scorer.check_seen(max(valued))
         return Plan(columns, prefill, True, target, counts, sinks, recent, self.budget.protect_prompt)
+
+    def _prompts(self, rows: int) -> list[int]:
+        """Real prompt tokens of each of ``rows`` rows."""
+        real = self.columns.prompt_real
+        return [self.columns.prompt] * rows if real is None else real.tolist()
 
     def _slots(self, mask: Tensor) -> Tensor:
         """The mask whose columns, read from ``seen - kept`` on, say which *stored entries* are real.
@@ -202,12 +228,28 @@ class Session:
         """What stays in each of ``layers``, which choose together: indices, or masks if heads or layers differ."""
         assert self.plan is not None
         views, counts = [layer.view() for layer in layers], self.plan.counts
+        if self.policy.scope == "model" and self.policy.selector.needs_values:
+            values = self._shared_values(views)
+            chosen = choose(self.policy, views, self.ratio, counts, values)
+            slots = chosen[0].to(values.device).clamp_min(0)[:, 0, :, None].expand(-1, -1, values.shape[-1])
+            self.values = self.policy.selector, values[:, 0].gather(1, slots)
+            return chosen
+        self.values = None
         if not self.policy.ragged:
             return choose(self.policy, views, self.ratio, counts)
         rows = counts if isinstance(counts, tuple) else (counts,) * views[0].keys.shape[0]
         if not self.policy.whole_model:
             rows = tuple(self.layer_budget(layers[0].rank, row, views[0]) for row in rows)
         return choose_unequal(self.policy, views, self.ratio, rows)
+
+    def _shared_values(self, views: Sequence[CacheView]) -> Tensor:
+        """The entries' mean values ``(B, 1, N, D)``: those carried since the last eviction, and those of later
+        entries."""
+        selector = self.policy.selector
+        if self.values is None or self.values[0] != selector:
+            return shared_values(self.policy, views)
+        carried = self.values[1][:, None]
+        return torch.cat([carried, shared_values(self.policy, views, start=carried.shape[2])], 2)
 
     def layer_budget(self, rank: int, mean: int, view: CacheView) -> int:
         """Entries per head of the ``rank``-th retention layer when ``mean`` is their average over layers."""
@@ -274,7 +316,7 @@ class Session:
                 f"cannot crop {columns} tokens: entries were evicted {room} tokens ago and cannot come back; "
                 "copy.deepcopy the cache before the tokens that you want to take back"
             )
-        if self.policy.needs & {"queries", "attention", "moments"} and columns:
+        if self.policy.needs & {"queries", "attention", "moments", "pairs"} and columns:
             raise ValueError(
                 f"cannot crop: the policy {str(self.policy)!r} has observed the queries of the cropped tokens; "
                 "copy.deepcopy the cache before the tokens that you want to take back"
@@ -296,4 +338,7 @@ class Session:
             value = getattr(self, name)
             setattr(self, name, None if value is None else tuple(value[row] for row in order))
         self.mask = None if self.mask is None else self.mask[rows.to(self.mask.device)]
+        if self.values is not None:
+            selector, values = self.values
+            self.values = selector, values[rows.to(values.device)]
         self.batch = len(order)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
@@ -60,6 +60,44 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def attentions_of(decoder: Any) -> dict[int, nn.Module]:
+    """The attention module of each layer, by the layer's index.
+
+    Raises:
+        ValueError: they cannot be told; names the model's type.
+    """
+    found = [m for m in decoder.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
+    modules = {module.layer_idx: module for module in found}
+    if len(modules) != len(found) or sorted(modules) != list(range(decoder.config.num_hidden_layers)):
+        raise ValueError(
+            f"{decoder.config.model_type} models: this policy's scorer needs the hidden states that enter attention, "
+            "and it cannot be told which modules attend"
+        )
+    return modules
+
+
+def output_projections(decoder: Any) -> dict[int, Tensor]:
+    """The weight ``(E, Hq * Dv)`` of each layer's output projection, by the layer's index.
+
+    Raises:
+        ValueError: a layer has none of the usual kind; names the model's type.
+    """
+    weights = {}
+    for index, module in attentions_of(decoder).items():
+        found = [getattr(module, name) for name in PROJECTIONS if isinstance(getattr(module, name, None), nn.Linear)]
+        if len(found) != 1 or not found[0].weight.is_floating_point():
+            raise ValueError(
+                f"{decoder.config.model_type} models: this policy's scorer needs the output projection of attention, "
+                f"and layer {index} has none of the names {', '.join(PROJECTIONS)} with plain weights"
+            )
+        weights[index] = found[0].weight.detach()
+    return weights
+
+
+PROJECTIONS = ("o_proj", "out_proj", "dense", "wo")
+"""What models call the linear layer behind attention."""
+
+
 def rope_of(decoder: Any, index: int) -> Rope:
     """The rotation of layer ``index``, from the model's own module (so scaled and partial rotary are right).
 
@@ -82,12 +120,20 @@ def rope_of(decoder: Any, index: int) -> Rope:
         cos, sin = module(like, positions.to(device), **given)
         return cos.to(positions.device), sin.to(positions.device)
 
-    return Rope.of(cos_sin)
+    name = f"{given['layer_type']}_inv_freq" if given else "inv_freq"
+    return Rope.of(cos_sin, dict(module.named_buffers()).get(name))
 
 
-ROTARY = frozenset("cohere gemma2 gemma3_text gpt_oss llama mistral phi3 qwen2 qwen3".split())  # noqa: SIM905
+ROTARY = frozenset(
+    """
+    apertus arcee bitnet cohere cwm exaone flex_olmo gemma gemma2 gemma3_text glm4_moe gpt_neox gpt_oss granite
+    granitemoe granitemoeshared hyperclovax internlm3 jais2 llama minimax_m2 mistral mixtral nemotron olmo olmo2 olmo3
+    olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss stablelm starcoder2
+    """.split()  # noqa: SIM905
+)
 """Model types whose rotation tests have taken back exactly. Angles alone do not tell a layout (GLM's look like Llama's
-and are applied otherwise), so other types are refused where a rotation is needed."""
+and are applied otherwise), and some types leave layers unrotated (SmolLM3, Cohere 2), so other types are refused where
+a rotation is needed."""
 
 
 def layers_of(decoder: PreTrainedModel) -> list[Any]:

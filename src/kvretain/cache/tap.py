@@ -1,8 +1,10 @@
 """The one door through which a model's attention reaches a cache.
 
-Two public hooks of transformers and torch, both taken away when the last cache of a model is gone:
+Public hooks of transformers and torch, each taken away when the last cache of a model that needs it is gone:
 
 - forward hooks on the decoder tell a cache when one of its passes begins (with the attention mask) and ends;
+- policies that need hidden states put one forward pre-hook on the attention modules; the cache is among the call's
+  arguments there;
 - policies that need queries switch the decoder to an attention function registered with ``AttentionInterface`` (and its
   mask twin), which calls the one that was set before and then hands the queries to the layer.
 
@@ -25,11 +27,17 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..policy import Policy
+from . import support
+
 if TYPE_CHECKING:
     from .layer import RetentionLayer
     from .replay import Replaying
 
 PREFIX = "kvretain_"
+
+HIDDEN = frozenset({"hidden", "norms"})
+"""Needs that the hidden states which enter attention serve."""
 
 _lock = threading.RLock()
 _attached: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
@@ -105,6 +113,10 @@ class Follower(ABC):
         """The decoder is about to run on ``inputs (B, n, ...)``; returns the attention mask it must use."""
 
     @abstractmethod
+    def enter_attention(self, index: int, hidden: Tensor) -> None:
+        """Layer ``index`` is about to attend, with its input ``hidden (B, n, E)``, i.e. after its input norm."""
+
+    @abstractmethod
     def end_pass(self) -> None:
         """The decoder has run."""
 
@@ -139,6 +151,13 @@ def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         cache.end_pass()
 
 
+def _entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = _find(args, kwargs)
+    if cache is not None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        cache.enter_attention(module.layer_idx, hidden.detach())  # type: ignore[arg-type]
+
+
 class Attachment:
     """The hooks on one decoder, shared by its caches."""
 
@@ -146,15 +165,22 @@ class Attachment:
         self.decoder = decoder
         self.caches = 0
         self.tapped = 0
+        self.hidden = 0
         self._base = ""
+        self._entering: list[Any] = []
         self._handles = (
             decoder.register_forward_pre_hook(_before, with_kwargs=True),
             decoder.register_forward_hook(_after, with_kwargs=True),
         )
 
-    def acquire(self, tapped: bool) -> None:
-        """Counts one more cache; ``tapped`` if its policy needs queries."""
+    def acquire(self, policy: Policy) -> None:
+        """Counts one more cache, of ``policy``."""
+        tapped, hidden = policy.tapped, bool(policy.needs & HIDDEN)
         with _lock:
+            if hidden and not self.hidden:
+                modules = support.attentions_of(self.decoder).values()
+                self._entering = [m.register_forward_pre_hook(_entering, with_kwargs=True) for m in modules]
+            self.hidden += hidden
             self.caches += 1
             current = str(self.decoder.config._attn_implementation)
             # Not tapped yet, or changed by the user since.
@@ -163,11 +189,16 @@ class Attachment:
                 self.decoder.set_attn_implementation(_registered(self._base))
             self.tapped += tapped
 
-    def release(self, tapped: bool) -> None:
-        """Counts one cache less; the last one takes the hooks away."""
+    def release(self, policy: Policy) -> None:
+        """Counts one cache less, of ``policy``; the last one takes the hooks away."""
+        tapped, hidden = policy.tapped, bool(policy.needs & HIDDEN)
         with _lock:
             self.caches -= 1
             self.tapped -= tapped
+            self.hidden -= hidden
+            if hidden and not self.hidden:
+                for handle in self._entering:
+                    handle.remove()
             if tapped and self.tapped == 0 and self.decoder.config._attn_implementation == PREFIX + self._base:
                 self.decoder.set_attn_implementation(self._base)
             if self.caches == 0:
@@ -176,12 +207,12 @@ class Attachment:
                 _attached.pop(self.decoder, None)
 
 
-def attach(decoder: nn.Module, tapped: bool) -> Attachment:
-    """Counts one more cache of ``decoder``; ``tapped`` if its policy needs queries."""
+def attach(decoder: nn.Module, policy: Policy) -> Attachment:
+    """Counts one more cache of ``decoder``, of ``policy``."""
     with _lock:
         if decoder not in _attached:
             _attached[decoder] = Attachment(decoder)
-        _attached[decoder].acquire(tapped)
+        _attached[decoder].acquire(policy)
         return _attached[decoder]
 
 

@@ -24,6 +24,7 @@ class CacheView:
         positions: ``(B, H, N)`` int64, original positions among the row's real tokens; -1 is padding.
         seen: ``(B,)`` int64, real tokens seen by each row, evicted ones included (the next token's position).
         budget: entries that each row will keep, protected ones included (the largest over rows).
+        budgets: the same row by row; None means ``budget`` for all.
         protected: ``(B, H, N)`` bool, entries that are kept whatever their score (sinks, recent window, prompt).
         queries: ``(B, Hq, W, D)``, the last queries as they entered attention (rotated), oldest first; None unless
             needed.
@@ -32,9 +33,13 @@ class CacheView:
             over the query heads of its group; None unless needed.
         replay: ``(B, H, N)`` float32, the most attention weight that each entry received when its tokens were read a
             second time; None unless needed.
+        gate: ``(B, H, N)`` float32, what the layer's gate said of each entry's hidden state; None unless needed.
         query_mean: ``(B, Hq, D)`` float32, mean of the queries before RoPE over the tokens seen; None unless needed.
         query_covariance: ``(B, Hq, D, D)`` float32, their population covariance; None with ``query_mean``.
-        rope: the layer's rotation, with the moments.
+        calibration: mean ``(Hq, D / 2)`` complex64 of the queries before RoPE, as complex pairs in the order of
+            :meth:`kvretain.rope.Rope.halves`, and mean ``(Hq, D / 2)`` float32 of the pairs' lengths, measured
+            beforehand (:mod:`kvretain.calibrate`); None unless needed.
+        rope: the layer's rotation, with the moments or a calibration.
         scaling: attention logits are ``scaling * q . k``.
         softcap: logits are squashed by ``softcap * tanh(logits / softcap)`` if set.
         layer: index of the layer in the model; ``num_layers`` counts the model's layers.
@@ -46,12 +51,15 @@ class CacheView:
     seen: Tensor
     budget: int
     protected: Tensor
+    budgets: tuple[int, ...] | None = None
     queries: Tensor | None = None
     query_valid: Tensor | None = None
     attention: Tensor | None = None
     replay: Tensor | None = None
+    gate: Tensor | None = None
     query_mean: Tensor | None = None
     query_covariance: Tensor | None = None
+    calibration: tuple[Tensor, Tensor] | None = None
     rope: Rope | None = None
     scaling: float = 1.0
     softcap: float | None = None

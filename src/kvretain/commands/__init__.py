@@ -1,6 +1,6 @@
 """The commands of ``kvretain``, one file each: options, tables and progress bars; the work is in what they import."""
 
-from . import ask, demo, evaluate, observe, policies
+from . import ask, calibrate, demo, evaluate, observe, policies, report, train_gate
 from .shared import app
 
-__all__ = ["app", "ask", "demo", "evaluate", "observe", "policies"]
+__all__ = ["app", "ask", "calibrate", "demo", "evaluate", "observe", "policies", "report", "train_gate"]

@@ -22,6 +22,7 @@ from .shared import (
     MaxNew,
     Model,
     PolicyText,
+    ProtectPrompt,
     Ratio,
     Recent,
     Seed,
@@ -30,6 +31,7 @@ from .shared import (
     Threads,
     TopK,
     TopP,
+    Trigger,
     app,
     check_budget,
     check_model,
@@ -62,6 +64,7 @@ def ask(
     ratio: Ratio = None,
     budget: BudgetSize = None,
     every: Every = 128,
+    trigger: Trigger = "slack",
     sinks: Sinks = None,
     recent: Recent = None,
     blind: Blind = False,
@@ -88,7 +91,14 @@ def ask(
         model=model,
         place={"dtype": dtype, "device": device, "threads": threads},
         policy=policy,
-        limits={"budget": budget, "ratio": ratio, "every": every, "sinks": sinks, "recent": recent},
+        limits={
+            "budget": budget,
+            "ratio": ratio,
+            "every": every,
+            "trigger": trigger,
+            "sinks": sinks,
+            "recent": recent,
+        },
         sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed},
         passes={"max_new_tokens": max_new_tokens, "chunk": chunk, "blind": blind},
         raw=raw,
@@ -102,6 +112,7 @@ Examples:
 
 - `kvretain generate --prompt "Write a long story about a rabbit." --budget 256 --max-new-tokens 1000`
 - `kvretain generate --prompt "Once upon a time" --raw --policy streaming --budget 128 --temperature 0.8 --seed 1`
+- `kvretain generate --prompt "Prove it step by step." --policy rkv --budget 128 --protect-prompt --max-new-tokens 4000`
 - `kvretain generate --prompt - --policy full --json < prompt.txt`
 """
 )
@@ -112,8 +123,10 @@ def generate(
     budget: BudgetSize = None,
     ratio: Ratio = None,
     every: Every = 128,
+    trigger: Trigger = "slack",
     sinks: Sinks = None,
     recent: Recent = None,
+    protect_prompt: ProtectPrompt = False,
     max_new_tokens: MaxNew = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
@@ -137,7 +150,15 @@ def generate(
         model=model,
         place={"dtype": dtype, "device": device, "threads": threads},
         policy=policy,
-        limits={"budget": budget, "ratio": ratio, "every": every, "sinks": sinks, "recent": recent},
+        limits={
+            "budget": budget,
+            "ratio": ratio,
+            "every": every,
+            "trigger": trigger,
+            "sinks": sinks,
+            "recent": recent,
+            "protect_prompt": protect_prompt,
+        },
         sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed},
         passes={"max_new_tokens": max_new_tokens, "chunk": chunk},
         raw=raw,
@@ -164,8 +185,8 @@ def _answer(
         check_model(model, place["dtype"])
         if passes["chunk"] is not None and passes["chunk"] < 1:
             raise ValueError(f"chunk is at least 1 token, not {passes['chunk']}")
-        from .. import RetentionCache
         from ..answer import Sampling, answer, build_prompt
+        from ..cache import RetentionCache
 
         drawn = Sampling(**sampling)
         llm, tokenizer = load(model, **place)

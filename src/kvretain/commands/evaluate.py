@@ -7,17 +7,33 @@ import re
 import shlex
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .. import models
-from .shared import AsJson, Device, Dtype, Model, app, check_budget, check_model, clear_errors, err, out, print_json
+from .shared import (
+    AsJson,
+    Device,
+    Dtype,
+    Every,
+    Model,
+    app,
+    check_budget,
+    check_model,
+    clear_errors,
+    err,
+    out,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from ..evidence.runner import Setting, Unit
     from ..evidence.store import Store
+
+
+N = TypeVar("N", int, float)
 
 
 def _split(values: list[str], option: str) -> list[str]:
@@ -49,8 +65,17 @@ Examples:
 - `kvretain eval --tasks single,continuation --policies snapkv,snapkv+hub --scopes head,layer --ratios 0.5,0.75,0.9 \
 --n 100 --text book.txt --workers 2 --out results` – a table that can be read for differences
 - `kvretain eval --tasks svamp --data svamp/test.jsonl --policies knorm,knorm+hub --out svamp-results`
+- `kvretain eval --tasks stream-single --budgets 64,128 --length 384 --depth 0,0.5 --policies keydiff,snapkv \
+--text book.txt --out recall` – needles in the first half of a text that flows through a budget
+- `kvretain eval --tasks decode --budgets 64,128 --length 128 --following 512 --n 3 --policies keydiff,snapkv \
+--text book.txt --out fidelity` – 24 passages read token by token; tokens after the first 128 are compared
 
-Killed or stopped, the same command goes on where it was. Policies, ratios, tasks and examples may be added to a folder.
+A task tells policies apart only where they are neither always right nor always wrong. Choose `--length` on other \
+examples than the table's: run `--policies keydiff --n 20 --skip 1000` at several lengths, each into a folder of its \
+own, and take one at which the baseline lies between 20 and 80 %.
+
+Killed or stopped, the same command goes on where it was. Policies, sizes, tasks and examples may be added to a \
+folder. `kvretain report` makes its tables again without measuring.
 """,
 )
 def evaluate(
@@ -60,33 +85,48 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="Comma-separated: single, single7, multikey, multivalue, multiquery, tracking, words (needles), "
-            "continuation, svamp. Default: single."
+            "continuation, svamp: these compress a context once. stream-single, ... (the same needles) and decode: "
+            "these feed it through the budget. Default: single."
         ),
     ] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(help="Comma-separated policies; full, random and streaming always come along."),
     ] = None,
-    ratios: Annotated[list[str] | None, typer.Option(help="Comma-separated fractions REMOVED.")] = None,
+    ratios: Annotated[
+        list[str] | None, typer.Option(help="Comma-separated fractions REMOVED. Default, without --budgets: 0.5,0.9.")
+    ] = None,
+    budgets: Annotated[
+        list[str] | None, typer.Option(help="Comma-separated numbers of entries kept per head, beside or for --ratios.")
+    ] = None,
     scopes: Annotated[
         list[str] | None, typer.Option(help="Comma-separated: run the policies that name no scope at each of these.")
     ] = None,
-    n: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 20,
+    n: Annotated[int, typer.Option(min=1, help="Examples of each task; one of decode has --passages texts.")] = 20,
     skip: Annotated[int, typer.Option(min=0, help="Start at this example: another part of the same series.")] = 0,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a context.")] = 1024,
-    following: Annotated[int, typer.Option(min=1, help="Tokens compared after a context, for continuation.")] = 256,
+    following: Annotated[
+        int, typer.Option(min=1, help="Tokens compared after a context, for continuation and decode.")
+    ] = 256,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a pass, for stream-single, ....")] = 64,
+    every: Every = 128,
+    passages: Annotated[int, typer.Option(min=1, help="Passages decoded side by side, for decode.")] = 8,
     depth: Annotated[
         str, typer.Option(help="Needles lie between these shares of the context, e.g. 0,0.5 for its first half.")
     ] = "0,1",
     aware: Annotated[
         bool,
-        typer.Option("--aware/--blind", help="Compress the question with the context, or the context before it."),
+        typer.Option(
+            "--aware/--blind",
+            help="Compress the question with the context, or the context before it; stream-... tasks know neither.",
+        ),
     ] = False,
     generate: Annotated[
         bool,
         typer.Option(
             "--generate/--no-generate",
-            help="Write greedy replies, or only tell (faster) whether they would begin with the right answer.",
+            help="Write greedy replies, or only tell (faster) whether they would begin with the right answer; "
+            "stream-... tasks never write.",
         ),
     ] = True,
     text: Annotated[
@@ -113,12 +153,17 @@ def evaluate(
         chosen = _split(tasks or ["single"], "--tasks")
         if unknown := [task for task in chosen if task not in runner.TASKS]:
             raise ValueError(f"unknown task {unknown[0]!r}; valid: {', '.join(runner.TASKS)}")
-        values = [_ratio(item) for item in _split(ratios or ["0.5,0.9"], "--ratios")]
+        if ratios is None and budgets is None:
+            ratios = ["0.5,0.9"]
+        values = [_number(item, float, "--ratios") for item in _split(ratios, "--ratios")] if ratios else []
+        sizes = [_number(item, int, "--budgets") for item in _split(budgets, "--budgets")] if budgets else []
         names = _scoped(_split(policies or ["snapkv,snapkv+hub,keydiff,keydiff+hub"], "--policies"), scopes)
         for name in names:
             for value in values:
-                check_budget(name, None, value)
-        cases = runner.cases_of(names, values)
+                check_budget(name, None, value, every=every)
+            for size in sizes:
+                check_budget(name, size, None, every=every)
+        cases = runner.cases_of(names, values, sizes)
         if "svamp" in chosen:
             if data is None:
                 raise ValueError("the task 'svamp' needs --data with SVAMP's test.jsonl")
@@ -126,28 +171,27 @@ def evaluate(
 
             load_svamp(data)
         setting = runner.Setting(
-            model, dtype, device, length, following, seed, _depth(depth), aware, generate, text, data, threads
-        )
+            model, dtype, device, length, following, seed, _depth(depth), aware, generate, text, data, threads,
+            chunk, every, passages,
+        )  # fmt: skip
         store = Store(out_folder, setting.identity())
         units = runner.plan(store, chosen, range(skip, skip + n), cases)
         total = len(units)
         units = units[:limit]
-        about = {**store.identity, "command": "kvretain " + shlex.join(sys.argv[1:])}
-        store.begin({"command": about["command"], "policies": names, "ratios": values, "n": n, "skip": skip})
+        about = {"command": "kvretain " + shlex.join(sys.argv[1:])}
+        store.begin({**about, "policies": names, "ratios": values, "budgets": sizes, "n": n, "skip": skip})
         done = _work_off(setting, store, units, workers)
-        rows = store.rows()
-        summary = report.summarise(rows, seed=seed)
-        page = report.markdown(summary, about)
-        files = store.finish(about, {**about, **summary}, page)
+        summary, page, files = report.publish(store, about)
+    rows = sum(cell["n"] for cell in summary["cells"])
     if as_json:
-        print_json({**about, **summary, "rows": len(rows), "examples_left": total - done})
+        print_json({**store.identity, **about, **summary, "rows": rows, "examples_left": total - done})
         return
     out.print(page, markup=False, highlight=False, soft_wrap=True)
     seconds = time.perf_counter() - started
     left = f"; {total - done} examples are left: the same command goes on" if total > done else ""
     per = f", {seconds / done:.1f} s each" if done else ""
     out.print(
-        f"{len(rows):,} rows in {', '.join(map(str, files))}; {done} examples measured now{per}{left}.",
+        f"{rows:,} rows in {', '.join(map(str, files))}; {done} examples measured now{per}{left}.",
         style="dim",
         highlight=False,
         soft_wrap=True,
@@ -164,11 +208,12 @@ def _depth(text: str) -> tuple[float, float]:
     return low, high
 
 
-def _ratio(text: str) -> float:
+def _number(text: str, kind: type[N], option: str) -> N:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
-        raise ValueError(f"--ratios: {text!r} is not a number") from None
+        whole = "whole " if kind is int else ""
+        raise ValueError(f"{option}: {text!r} is not a {whole}number") from None
 
 
 def _work_off(setting: Setting, store: Store, units: list[Unit], workers: int) -> int:

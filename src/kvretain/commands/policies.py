@@ -25,7 +25,7 @@ def _components(registry: Any) -> list[dict[str, Any]]:
             "summary": (inspect.getdoc(inspect.getmodule(cls)) or "").partition("\n")[0],
             "doc": inspect.getdoc(cls) or "",
         }
-        described.append(entry | ({"needs": sorted(cls.needs), "paper": cls.paper} if hasattr(cls, "needs") else {}))
+        described.append(entry | ({"needs": sorted(cls().needs), "paper": cls.paper} if hasattr(cls, "needs") else {}))
     return described
 
 
@@ -65,7 +65,8 @@ def policies(as_json: AsJson = False) -> None:
         out.print(table)
     out.print(
         f"Scopes: {', '.join(SCOPES)} (who shares one set of entries).\n"
-        "Needs: what a policy collects while the model runs, through one registered attention function.",
+        "Needs: what a policy collects while the model runs, through one registered attention function; a calibration "
+        "is measured once, before.",
         style="dim",
         highlight=False,
     )

@@ -55,7 +55,10 @@ def _root(
 Model = Annotated[
     str,
     typer.Option(
-        "--model", "-m", help=f"{models.EMBEDDED} (no hub needed), a model folder, a .gguf file, or a hub name."
+        "--model",
+        "-m",
+        help=f"{models.EMBEDDED} (no hub needed), a model folder, a .gguf file, a hub name; or, for evaluations, "
+        "gemma3-270m (no hub needed; the Gemma Terms of Use apply).",
     ),
 ]
 PolicyText = Annotated[
@@ -69,6 +72,16 @@ Ratio = Annotated[
     float | None, typer.Option("--ratio", "-r", help="Fraction REMOVED of the tokens seen, from 0 to below 1.")
 ]
 Every = Annotated[int, typer.Option(help="While decoding, compress once this many tokens stand above the budget.")]
+Trigger = Annotated[
+    str,
+    typer.Option(
+        help="What decoding waits for before it compresses: slack (--every tokens stand above the budget) or periodic "
+        "(the tokens read and written are a multiple of --every)."
+    ),
+]
+ProtectPrompt = Annotated[
+    bool, typer.Option("--protect-prompt", help="Always keep the whole prompt; it must be shorter than the budget.")
+]
 Sinks = Annotated[int | None, typer.Option(help="First tokens always kept; by default the policy decides.")]
 Recent = Annotated[int | None, typer.Option(help="Last tokens always kept; by default the policy decides.")]
 MaxNew = Annotated[int, typer.Option(min=1, help="Most tokens to write.")]

@@ -1,4 +1,4 @@
-"""What one example says about each policy and ratio, from one prefill."""
+"""What one example says about each policy and size, from one prefill."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..cache import RetentionCache
 from ..policy import Policy
@@ -20,13 +21,14 @@ from .replay import compressed, forward, record, recording_key
 
 @dataclass(frozen=True)
 class Case:
-    """A policy in text, and the fraction removed (None for ``full``)."""
+    """A policy in text and its size: the fraction removed, or the budget of entries per head; neither for ``full``."""
 
     policy: str
-    ratio: float | None
+    ratio: float | None = None
+    budget: int | None = None
 
 
-FULL = Case("full", None)
+FULL = Case("full")
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,18 @@ class Measurement:
 
     Attributes:
         task, index: the example.
-        policy, ratio: the case.
+        policy, ratio, budget: the case.
         context_tokens: tokens that were compressed; ``kept`` entries per KV head and layer after that (their mean).
         nll: mean negative log-likelihood of the target's tokens, in nats, teacher-forced.
-        kl: continuation only: mean KL divergence of the next-token distribution from the full cache's, in nats.
+        kl: continuations and decoding: mean KL divergence of the next-token distribution from the full cache's, in
+            nats.
         exact: needles and word problems only: whether the greedy reply is right.
         prefix: whether the greedy reply begins with the target's answer, token by token.
         reply: the greedy reply.
         seconds: this case alone; ``prefill_seconds`` is what the whole example shared.
+        mean_cache, peak_cache: what is fed through a budget only: entries per KV head after each pass, their mean over
+            all passes and layers and their largest number (``Trace.mean_length`` and ``peak_length``).
+        token_nll, token_kl: decoding only: the values behind ``nll`` and ``kl``, one list a passage.
     """
 
     task: str
@@ -58,6 +64,16 @@ class Measurement:
     reply: str | None
     prefill_seconds: float
     seconds: float
+    budget: int | None = None
+    mean_cache: float | None = None
+    peak_cache: float | None = None
+    token_nll: list[list[float]] | None = None
+    token_kl: list[list[float]] | None = None
+
+    @property
+    def case(self) -> Case:
+        """What was measured."""
+        return Case(self.policy, self.ratio, self.budget)
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,7 @@ def measure(
     Args:
         model, tokenizer: from :func:`kvretain.load_model`.
         example: from :mod:`kvretain.tasks`.
-        cases: policies and ratios.
+        cases: policies and sizes.
         aware: the question is compressed together with the context, so that policies which read the last queries see
             it; by default it comes afterwards.
         generate: whether to write greedy replies. Without them ``exact`` says whether the greedy reply *begins* with
@@ -130,10 +146,10 @@ def measure(
             rows.append(row)
             report()
     order = {case: place for place, case in enumerate(cases)}
-    return sorted(rows, key=lambda row: order[Case(row.policy, row.ratio)])
+    return sorted(rows, key=lambda row: order[row.case])
 
 
-def _policy(case: Case, index: int) -> Policy:
+def policy_of(case: Case, index: int) -> Policy:
     """The case's policy; ``random`` draws anew for each example."""
     policy = Policy.parse(case.policy)
     if isinstance(policy.scorer, Random):
@@ -153,15 +169,15 @@ def _continuation(model: Any, example: Continuation, cases: Sequence[Case]) -> I
     full = forward(model, fed, compressed(recorded, Policy(None), None)).log_softmax(-1)
     for case in cases:
         began = time.perf_counter()
-        cache = compressed(recorded, _policy(case, example.index), case.ratio)
-        kept = _kept(cache)
+        cache = compressed(recorded, policy_of(case, example.index), case.ratio, case.budget)
+        kept = kept_by(cache)
         own = full if case == FULL else forward(model, fed, cache).log_softmax(-1)
         with torch.inference_mode():
             nll = -own.gather(1, targets[:, None]).mean().item()
             kl = 0.0 if case == FULL else (full.exp() * (full - own)).sum(-1).mean().item()
         yield Measurement(
             example.task, example.index, case.policy, case.ratio, len(example.context), kept, nll, kl,
-            None, None, None, seconds, time.perf_counter() - began,
+            None, None, None, seconds, time.perf_counter() - began, case.budget,
         )  # fmt: skip
 
 
@@ -175,8 +191,8 @@ def _question(
     recorded, seconds = _recorded(model, first, cases)
     for case in cases:
         began = time.perf_counter()
-        cache = compressed(recorded, _policy(case, example.index), case.ratio)
-        kept = _kept(cache)
+        cache = compressed(recorded, policy_of(case, example.index), case.ratio, case.budget)
+        kept = kept_by(cache)
         asked = None
         if generate:
             logits = forward(model, rest, cache, logits=1)
@@ -185,21 +201,28 @@ def _question(
                 logits = torch.cat([logits, forward(model, pieces.target[:-1], cache)])
         else:
             logits = forward(model, rest + pieces.target[:-1], cache, logits=len(target))
-        with torch.inference_mode():
-            nll = torch.nn.functional.cross_entropy(logits, target).item()
-            best = logits.argmax(-1)
-        # Teacher forcing shows the greedy reply up to the first token that differs from the target.
-        agreed = int((best == target).long().cumprod(0).sum())
+        nll, agreed = forced(logits, target)
         reply = tokenizer.decode(pieces.target[:agreed], skip_special_tokens=True)
         prefix = example.grade(reply)
         if not prefix and asked is not None:
-            begun = [*pieces.target[:agreed], int(best[agreed])] if agreed < len(target) else pieces.target
+            other = [int(logits[agreed].argmax())] if agreed < len(target) else []
+            begun = pieces.target[:agreed] + other
             several = len(example.answers) > 1
             reply = _greedy(model, tokenizer, asked, begun, (1 + several) * len(target) + 8, lines=several)
         yield Measurement(
             example.task, example.index, case.policy, case.ratio, len(first), kept, nll, None,
-            prefix or example.grade(reply), prefix, reply, seconds, time.perf_counter() - began,
+            prefix or example.grade(reply), prefix, reply, seconds, time.perf_counter() - began, case.budget,
         )  # fmt: skip
+
+
+def forced(logits: Tensor, target: Tensor) -> tuple[float, int]:
+    """What logits ``(n, V)`` say of the teacher-forced reply ``target (n,)``: its mean negative log-likelihood, and how
+    many of its tokens the greedy reply begins with."""
+    with torch.inference_mode():
+        nll = torch.nn.functional.cross_entropy(logits, target).item()
+        # Teacher forcing shows the greedy reply up to the first token that differs from the target.
+        agreed = int((logits.argmax(-1) == target).long().cumprod(0).sum())
+    return nll, agreed
 
 
 def _greedy(model: Any, tokenizer: Any, cache: RetentionCache, begun: list[int], most: int, *, lines: bool) -> str:
@@ -216,6 +239,7 @@ def _greedy(model: Any, tokenizer: Any, cache: RetentionCache, begun: list[int],
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def _kept(cache: RetentionCache) -> float:
+def kept_by(cache: RetentionCache) -> float:
+    """Entries per KV head that the cache holds now, the mean over its layers."""
     *_, step = cache.trace
     return sum(step.kept) / len(step.kept)

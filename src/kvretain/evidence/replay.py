@@ -36,9 +36,9 @@ def recording_key(policy: Policy) -> tuple[bool, Scorer | None]:
     """Policies with the same key can be served by one recording.
 
     Unequal numbers of entries need another storage; a scorer whose own fields say what is collected (``kvzip``,
-    ``expected``) needs a cache of its own.
+    ``expected``, ``fastkvzip``) needs a cache of its own.
     """
-    return policy.ragged, policy.scorer if policy.needs & {"replay", "moments"} else None
+    return policy.ragged, policy.scorer if policy.needs & {"replay", "moments", "hidden"} else None
 
 
 def record(model: Any, ids: Sequence[int], policies: Sequence[Policy]) -> RetentionCache:
@@ -54,7 +54,7 @@ def record(model: Any, ids: Sequence[int], policies: Sequence[Policy]) -> Retent
         raise ValueError("these policies cannot share a recording, see recording_key")
     _, own_scorer = keys.pop() if keys else (False, None)
     scorers = [policy.scorer for policy in policies if policy.scorer is not None]
-    needs = frozenset(need for scorer in scorers for need in scorer.needs)
+    needs = frozenset(need for policy in policies for need in policy.collects)
     collect = own_scorer or _Recorder(needs, max((scorer.window for scorer in scorers), default=0))
     own = dataclasses.replace(policies[0], scorer=collect, refiner=None) if policies else Policy(collect)
     cache = RetentionCache.for_model(model, own, ratio=0)
@@ -64,26 +64,36 @@ def record(model: Any, ids: Sequence[int], policies: Sequence[Policy]) -> Retent
     return cache
 
 
-def compressed(recorded: RetentionCache, policy: Policy, ratio: float | None) -> RetentionCache:
-    """A copy of ``recorded`` after ``policy`` removed ``ratio`` of it; from then on the copy keeps everything."""
+def compressed(
+    recorded: RetentionCache, policy: Policy, ratio: float | None, budget: int | None = None
+) -> RetentionCache:
+    """A copy of ``recorded`` after ``policy`` removed ``ratio`` of it, or all but ``budget`` entries; from then on the
+    copy keeps everything."""
     cache = copy.deepcopy(recorded)
-    if policy.scorer is not None and ratio is not None:
-        cache.compress(policy, ratio=ratio)
+    if policy.scorer is not None:
+        cache.compress(policy, ratio=ratio, budget=budget)
     return cache
 
 
 def forward(model: Any, ids: Sequence[int], cache: RetentionCache, *, logits: int = 0) -> Tensor:
     """Feeds ``ids``; returns float32 logits ``(n, V)`` of the last ``logits`` tokens, 0 for all of them."""
-    tokens = torch.tensor([list(ids)], device=model.device)
+    return feed(model, torch.tensor([list(ids)]), cache, logits=logits)[0].float()
+
+
+def feed(model: Any, tokens: Tensor, cache: RetentionCache, *, logits: int = 0) -> Tensor:
+    """Feeds ``tokens (B, n)``; returns logits ``(B, m, V)`` in the model's type, of the last ``logits`` tokens or, for
+    0, of all."""
     with torch.inference_mode(), warnings.catch_warnings():
         # Renamed in transformers 5.18; the old name serves the whole supported range.
         warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
-        return model(input_ids=tokens, past_key_values=cache, logits_to_keep=logits).logits[0].float()
+        made = model(input_ids=tokens.to(model.device), past_key_values=cache, logits_to_keep=logits)
+    result: Tensor = made.logits
+    return result
 
 
-def prefill(model: Any, ids: Sequence[int], cache: RetentionCache) -> None:
-    """Feeds ``ids`` without computing logits."""
-    tokens = torch.tensor([list(ids)], device=model.device)
+def prefill(model: Any, ids: Sequence[int] | Tensor, cache: RetentionCache) -> None:
+    """Feeds ``ids``, one row of them or ``(B, n)``, without computing logits."""
+    tokens = torch.atleast_2d(torch.as_tensor(ids)).to(model.device)
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
         model.get_decoder()(input_ids=tokens, past_key_values=cache)

@@ -1,68 +1,164 @@
-"""Summaries of an evaluation: means with intervals, and paired differences that a refiner makes."""
+"""Summaries of an evaluation: means with intervals, and paired differences that a refiner or selector makes."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from ..policy import Policy
-from .measure import FULL, Case, Measurement
-from .stats import Interval, bootstrap_mean
+import torch
 
-METRICS: dict[str, Callable[[Measurement], float | None]] = {
-    "exact": lambda row: None if row.exact is None else float(row.exact),
-    "nll": lambda row: row.nll,
-    "kl": lambda row: row.kl,
-}
+from ..policy import Policy
+from ..select import TopK
+from .measure import FULL, Case, Measurement
+from .significance import bonferroni, sign_p_values
+from .stats import Interval, bootstrap_mean
+from .store import Store
+
+ALPHA = 0.05
+
+METRICS = ("exact", "nll", "kl")
+
+
+def values_of(row: Measurement, metric: str) -> list[float]:
+    """A row's values of a metric that count as independent: the example's one, none if it has none, or for decoding the
+    mean of each passage.
+
+    Tokens of a passage depend on each other and passages do not: resampling passages is a block bootstrap.
+    """
+    tokens = {"nll": row.token_nll, "kl": row.token_kl}.get(metric)
+    if tokens is not None:
+        return [math.fsum(passage) / len(passage) for passage in tokens]
+    value = getattr(row, metric)
+    return [] if value is None else [float(value)]
 
 
 def base_of(policy: str) -> str | None:
-    """The same policy without its refiner; None if it has none.
+    """The same policy without its refiner or, if it has none, with top-k for its selector; None for a plain policy.
 
     Example:
-        >>> base_of("snapkv+hub@layer"), base_of("snapkv")
-        ('snapkv@layer', None)
+        >>> base_of("snapkv+hub@layer"), base_of("snapkv/diverse"), base_of("snapkv")
+        ('snapkv@layer', 'snapkv', None)
     """
     parsed = Policy.parse(policy)
-    return None if parsed.refiner is None else str(dataclasses.replace(parsed, refiner=None))
+    plain = dataclasses.replace(parsed, refiner=None)
+    if parsed.refiner is None:
+        plain = dataclasses.replace(parsed, selector=TopK())
+    return None if plain == parsed else str(plain)
 
 
 def summarise(rows: Sequence[Measurement], *, seed: int = 0, resamples: int = 10_000) -> dict[str, Any]:
     """Means over examples, each with its 95 % bootstrap interval.
 
     Returns:
-        ``cells``: per task, ratio and policy: ``n`` and the metrics, each a mean and an interval. ``differences``: the
-        same for policy minus its base without refiner, over the examples that both have.
+        ``cells``: per task, size and policy: examples ``n`` and the metrics, each a mean and an interval over
+        :func:`values_of` the examples; for streamed tasks ``mean_cache`` and ``peak_cache``, and whether the mean is
+        ``uneven``: more than 1 % off the median of the policies of that size. ``differences``: the same for policy
+        minus its base (:func:`base_of`), over the examples that both have, and in ``p`` the metrics' p-values
+        (:func:`~kvretain.evidence.significance.sign_p_values`), alone and after Bonferroni's correction.
+        ``comparisons``: how many differences there are (a metric of a policy at a size in a task is one), how many
+        have an interval that excludes 0, and how many a corrected p-value below 0.05.
     """
     table: dict[tuple[str, Case], dict[int, Measurement]] = defaultdict(dict)
     for row in rows:
-        table[row.task, Case(row.policy, row.ratio)][row.index] = row
+        table[row.task, row.case][row.index] = row
 
     def interval(values: list[float]) -> dict[str, Any]:
         return dataclasses.asdict(bootstrap_mean(values, seed=seed, resamples=resamples))
 
-    cells, differences = [], []
+    cells: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
+    tests: list[tuple[dict[str, Any], str, list[float]]] = []
     for (task, case), examples in table.items():
-        cell: dict[str, Any] = {"task": task, "policy": case.policy, "ratio": case.ratio, "n": len(examples)}
+        cell: dict[str, Any] = {"task": task, **dataclasses.asdict(case), "n": len(examples)}
         cell["kept"] = sum(row.kept for row in examples.values()) / len(examples)
-        for name, metric in METRICS.items():
-            values = [value for row in examples.values() if (value := metric(row)) is not None]
+        for name in ("mean_cache", "peak_cache"):
+            lengths = [length for row in examples.values() if (length := getattr(row, name)) is not None]
+            if lengths:
+                cell[name] = sum(lengths) / len(lengths) if name == "mean_cache" else max(lengths)
+        for name in METRICS:
+            values = [value for row in examples.values() for value in values_of(row, name)]
             cell[name] = interval(values) if values else None
         cells.append(cell)
         base = base_of(case.policy)
-        against = table.get((task, Case(base, case.ratio)), {}) if base else {}
+        against = table.get((task, dataclasses.replace(case, policy=base)), {}) if base else {}
         shared = sorted(examples.keys() & against.keys())
         if shared:
-            difference: dict[str, Any] = {"task": task, "policy": case.policy, "base": base, "ratio": case.ratio}
-            difference["n"] = len(shared)
-            for name, metric in METRICS.items():
-                pairs = [(metric(examples[i]), metric(against[i])) for i in shared]
-                values = [a - b for a, b in pairs if a is not None and b is not None]
+            difference: dict[str, Any] = {"task": task, "base": base, **dataclasses.asdict(case)}
+            difference["n"], difference["p"] = len(shared), {}
+            for name in METRICS:
+                pairs = [(values_of(examples[i], name), values_of(against[i], name)) for i in shared]
+                values = [a - b for pair in pairs for a, b in zip(*pair, strict=True)]
                 difference[name] = interval(values) if values else None
+                if values:
+                    tests.append((difference, name, values))
             differences.append(difference)
-    return {"cells": cells, "differences": differences, "level": 0.95, "resamples": resamples, "seed": seed}
+    _flag_uneven(cells)
+    # Enough resamples for a p-value to fall well below Bonferroni's threshold.
+    enough = max(resamples, 1000 * math.ceil(2 * len(tests) / ALPHA / 1000))
+    p_values = _p_values([values for *_, values in tests], seed=seed, resamples=enough)
+    corrected = bonferroni(p_values)
+    for (difference, name, _), p, least in zip(tests, p_values, corrected, strict=True):
+        difference["p"][name] = {"alone": p, "corrected": least}
+    comparisons = {
+        "number": len(tests),
+        "excluding_0": sum(_excludes_0(difference[name]) for difference, name, _ in tests),
+        "after_bonferroni": sum(p < ALPHA for p in corrected),
+        "resamples": enough,
+    }
+    return {
+        "cells": cells,
+        "differences": differences,
+        "comparisons": comparisons,
+        "level": 1 - ALPHA,
+        "resamples": resamples,
+        "seed": seed,
+    }
+
+
+def _flag_uneven(cells: list[dict[str, Any]]) -> None:
+    """Marks policies that held more or less than the others of their size, over the whole run."""
+    for cell in cells:
+        if "mean_cache" in cell and cell["policy"] != FULL.policy:
+            place = (cell["task"], cell["ratio"], cell["budget"])
+            alike = [c["mean_cache"] for c in cells if (c["task"], c["ratio"], c["budget"]) == place]
+            cell["uneven"] = abs(cell["mean_cache"] / median(alike) - 1) > 0.01
+
+
+def publish(store: Store, about: dict[str, Any]) -> tuple[dict[str, Any], str, list[Path]]:
+    """Writes the summary of all rows in ``store`` beside them; the same rows give the same files.
+
+    Args:
+        store: the evaluation.
+        about: what else there is to know, for the head of the page.
+
+    Returns:
+        The summary, the page, and the paths written.
+    """
+    about = {**store.identity, **about}
+    summary = summarise(store.rows(), seed=store.identity["seed"])
+    page = markdown(summary, about)
+    return summary, page, store.finish(about, {**about, **summary}, page)
+
+
+def _p_values(samples: list[list[float]], *, seed: int, resamples: int) -> list[float]:
+    """Of the hypotheses that the means of ``samples`` are 0; those of equal size share their resamples."""
+    found = [1.0] * len(samples)
+    for size in {len(values) for values in samples}:
+        which = [at for at, values in enumerate(samples) if len(values) == size]
+        data = torch.tensor([samples[at] for at in which], dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        for at, p in zip(which, sign_p_values(data, resamples=resamples, generator=generator).tolist(), strict=True):
+            found[at] = p
+    return found
+
+
+def _excludes_0(interval: dict[str, Any]) -> bool:
+    return bool(interval["low"] > 0 or interval["high"] < 0)
 
 
 def _shown(value: dict[str, Any] | None, percent: bool = False, signed: bool = False) -> str:
@@ -81,39 +177,108 @@ def markdown(summary: dict[str, Any], about: dict[str, Any]) -> str:
     lines += [f"- {name}: {value}" for name, value in about.items()]
     lines += [
         "",
-        "Means over examples with 95 % percentile-bootstrap intervals; these are too narrow below about 20 examples "
-        "and of no width at 0 and 100 %. *removed*: fraction of the context's entries; *exact*: right greedy replies; "
-        "*NLL*: nats per token of the right reply (or of the true continuation), teacher-forced; *KL*: nats per token "
-        "to the full cache. Lower is better for NLL and KL.",
+        "Means over examples (decode: over passages) with 95 % percentile-bootstrap intervals; these are too narrow "
+        "below about 20 examples and of no width at 0 and 100 %. *removed*: fraction of the entries, or all but a "
+        "budget; *exact*: right greedy replies; *NLL*: nats per token of the right reply (or of the true text), "
+        "teacher-forced; *KL*: nats per token to the full cache. Lower is better for NLL and KL.",
     ]
     for task in dict.fromkeys(cell["task"] for cell in summary["cells"]):
         cells = [cell for cell in summary["cells"] if cell["task"] == task]
-        cells.sort(key=lambda cell: (cell["ratio"] or 0, cell["policy"] != FULL.policy))
+        cells = _in_order(cells)
+        streamed = any("mean_cache" in cell for cell in cells)
         second = "KL" if any(cell["kl"] for cell in cells) else "exact, %"
         lines += [
             "",
             f"## {task}",
             "",
-            f"| removed | policy | n | kept | {second} | NLL |",
+            f"| removed | policy | n | {'mean cache (peak)' if streamed else 'kept'} | {second} | NLL |",
             "|---|---|---|---|---|---|",
         ]
         for cell in cells:
             measured = _shown(cell["kl"]) if second == "KL" else _shown(cell["exact"], percent=True)
+            held = f"{cell['kept']:.0f}"
+            if streamed:
+                held = f"{cell['mean_cache']:.1f}{' ≠' if cell.get('uneven') else ''} ({cell['peak_cache']:.0f})"
             lines.append(
-                f"| {cell['ratio'] or 0:g} | `{cell['policy']}` | {cell['n']} | {cell['kept']:.0f} | {measured} "
+                f"| {_removed(cell)} | `{cell['policy']}` | {cell['nll']['n']} | {held} | {measured} "
                 f"| {_shown(cell['nll'])} |"
             )
-        paired = [row for row in summary["differences"] if row["task"] == task]
-        if paired:
-            paired.sort(key=lambda row: row["ratio"] or 0)
-            lines += ["", "What the refiner changes, paired by example (policy minus its base):", ""]
-            lines += [f"| removed | policy | n | {second} | NLL |", "|---|---|---|---|---|"]
-        for row in paired:
-            measured = (
-                _shown(row["kl"], signed=True) if second == "KL" else _shown(row["exact"], percent=True, signed=True)
-            )
-            lines.append(
-                f"| {row['ratio'] or 0:g} | `{row['policy']}` | {row['n']} | {measured} "
-                f"| {_shown(row['nll'], signed=True)} |"
-            )
+        if streamed:
+            lines += [
+                "",
+                "*mean cache*: entries per head after each pass, their mean over the run (and their largest number).",
+            ]
+        if any(cell.get("uneven") for cell in cells):
+            lines[-1] += " ≠: more than 1 % off the median of the policies of that size, so not comparable to them."
+        for name in ("kl" if second == "KL" else "exact", "nll"):
+            lines += _paired(summary, task, name)
+    if summary["differences"]:
+        found = summary["comparisons"]
+        lines += [
+            "",
+            "## How many differences are real",
+            "",
+            f"The tables of what refiners and selectors add hold {found['number']} differences. "
+            f"{found['excluding_0']} have a 95 % interval that excludes 0 (\\*); about "
+            f"{ALPHA * found['number']:.0f} would have if none of them changed anything. After Bonferroni's "
+            f"correction {found['after_bonferroni']} differ from 0 (**bold**: p-value of a paired sign bootstrap below "
+            f"{ALPHA}/{found['number']}).",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _removed(row: dict[str, Any]) -> str:
+    """A cell's or difference's size."""
+    return f"{row['ratio'] or 0:g}" if row["budget"] is None else f"all but {row['budget']}"
+
+
+def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By size; then policies in the order in which they came, but those that differ in numbers alone side by side, by
+    these numbers: a curve reads from top to bottom."""
+
+    def parts(policy: str) -> tuple[list[Any], list[float]]:
+        fields = Policy.parse(policy).to_dict().values()
+        numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in fields]
+        kind = [None if number else value for number, value in zip(numbers, fields, strict=True)]
+        return kind, [value for number, value in zip(numbers, fields, strict=True) if number]
+
+    known = {policy: parts(policy) for policy in dict.fromkeys(row["policy"] for row in rows)}
+    kinds = [kind for kind, _ in known.values()]
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        kind, numbers = known[row["policy"]]
+        return row["budget"] or 0, row["ratio"] or 0, row["policy"] != FULL.policy, kinds.index(kind), numbers
+
+    return sorted(rows, key=key)
+
+
+def _paired(summary: dict[str, Any], task: str, name: str) -> list[str]:
+    """One metric's paired differences: a row a policy, a column a size."""
+    rows = _in_order([row for row in summary["differences"] if row["task"] == task and row[name]])
+    if not rows:
+        return []
+    title, better = {"exact": ("exact, %", "more"), "nll": ("NLL", "less"), "kl": ("KL", "less")}[name]
+    columns = list(dict.fromkeys(map(_removed, rows)))
+    lines = [
+        "",
+        f"What the refiner (or, without one, the selector) adds, {title}: policy minus its base at the same size, "
+        f"paired by example ({better} is better):",
+        "",
+        f"| policy | n | {' | '.join(columns)} |",
+        f"|---|---|{'---|' * len(columns)}",
+    ]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        of = {_removed(row): row for row in rows if row["policy"] == policy}
+        sizes = sorted({row[name]["n"] for row in of.values()})
+        n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        shown = []
+        for column in columns:
+            row = of.get(column)
+            text = _shown(row and row[name], percent=name == "exact", signed=True)
+            if row and _excludes_0(row[name]):
+                text = text.replace(" ", "\\* ", 1)
+            if row and row["p"][name]["corrected"] < ALPHA:
+                text = f"**{text}**"
+            shown.append(text)
+        lines.append(f"| `{policy}` | {n} | {' | '.join(shown)} |")
+    return lines

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,17 @@ from .. import data
 from ..models import load_model
 from ..policy import Policy
 from ..tasks.continuation import build_continuation
-from ..tasks.example import Continuation, Example, Source
+from ..tasks.decoding import build_decoding
+from ..tasks.example import Continuation, Example, Passages, Source
 from ..tasks.needles import NEEDLES, build_needle
 from ..tasks.svamp import build_svamp, load_svamp
 from .measure import FULL, Case, measure
 from .store import Store
+from .stream import measure_streamed
 
-TASKS = (*NEEDLES, "continuation", "svamp")
+STREAMED = (*(f"stream-{name}" for name in NEEDLES), "decode")
+"""Tasks whose text is fed through the cache; the others compress a context once."""
+TASKS = (*NEEDLES, "continuation", "svamp", *STREAMED)
 ALWAYS = ("full", "random", "streaming")
 """Policies that every evaluation carries."""
 
@@ -40,15 +44,18 @@ class Setting:
 
     Attributes:
         model, dtype, device: arguments of :func:`kvretain.load_model`.
-        length: tokens of a context.
-        following: predictions compared in a continuation.
+        length: tokens of a context, or of the prompt in ``decode``.
+        following: predictions compared in a continuation and in ``decode``.
         seed: chooses the examples.
         depth: between which shares of the context needles lie.
-        aware: whether the question is compressed with the context.
-        generate: whether to write greedy replies.
+        aware: whether the question is compressed with the context; streamed tasks do not ask.
+        generate: whether to write greedy replies; streamed tasks never do.
         text: a file to take contexts from, None for the bundled chapter.
         svamp: SVAMP's JSONL file, needed for that task.
         threads: CPU threads of each process.
+        chunk: streamed needles: tokens of a pass.
+        every: streamed tasks: the cache's cadence while decoding.
+        passages: ``decode``: how many of an example are decoded side by side.
     """
 
     model: str
@@ -63,6 +70,9 @@ class Setting:
     text: str | None = None
     svamp: str | None = None
     threads: int = 1
+    chunk: int = 64
+    every: int = 128
+    passages: int = 8
 
     def read_text(self) -> str:
         """The text to take contexts from.
@@ -92,6 +102,9 @@ class Setting:
             "depth": list(self.depth),
             "question": "compressed with the context" if self.aware else "after the compression",
             "generate": self.generate,
+            "chunk": self.chunk,
+            "every": self.every,
+            "passages": self.passages,
             "text": hashlib.sha256(self.read_text().encode()).hexdigest()[:16],
             "kvretain": __version__,
             "torch": str(torch.__version__),
@@ -108,14 +121,15 @@ class Unit:
     cases: tuple[Case, ...]
 
 
-def cases_of(policies: Sequence[str], ratios: Sequence[float]) -> list[Case]:
-    """Every policy at every ratio, in one spelling each; the policies of :data:`ALWAYS` come first, ``full`` once.
+def cases_of(policies: Sequence[str], ratios: Sequence[float] = (), budgets: Sequence[int] = ()) -> list[Case]:
+    """Every policy at every size, in one spelling each; the policies of :data:`ALWAYS` come first, ``full`` once.
 
     Raises:
         ValueError: a bad policy.
     """
     names = list(dict.fromkeys(str(Policy.parse(policy)) for policy in (*ALWAYS, *policies)))
-    return [FULL] + [Case(name, ratio) for ratio in dict.fromkeys(ratios) for name in names if name != FULL.policy]
+    sizes = [(ratio, None) for ratio in dict.fromkeys(ratios)] + [(None, budget) for budget in dict.fromkeys(budgets)]
+    return [FULL] + [Case(name, *size) for size in sizes for name in names if name != FULL.policy]
 
 
 def plan(store: Store, tasks: Sequence[str], indices: range, cases: Sequence[Case]) -> list[Unit]:
@@ -138,7 +152,7 @@ class Bench:
         """The setting's text."""
         return Source(self.setting.read_text(), self.tokenizer)
 
-    def example(self, task: str, index: int) -> Example | Continuation:
+    def example(self, task: str, index: int) -> Example | Continuation | Passages:
         """The ``index``-th example of a task.
 
         Raises:
@@ -153,20 +167,27 @@ class Bench:
                 raise ValueError("the task 'svamp' needs --data with SVAMP's JSONL file")
             self._problems = self._problems or load_svamp(setting.svamp)
             return build_svamp(self._problems, index, seed=setting.seed)
-        return build_needle(self.source, task, index, tokens=setting.length, seed=setting.seed, depth=setting.depth)
+        if task == "decode":
+            passages, following = setting.passages, setting.following
+            return build_decoding(
+                self.source, index, passages=passages, prompt=setting.length, following=following, seed=setting.seed
+            )
+        # A streamed needle is the example of the same index that the task of the same name has.
+        name, depth = task.removeprefix("stream-"), setting.depth
+        made = build_needle(self.source, name, index, tokens=setting.length, seed=setting.seed, depth=depth)
+        return replace(made, task=task)
 
     def work(self, unit: Unit, store: Store, report: Callable[[], None]) -> None:
-        """Measures a unit and stores its rows."""
-        rows = measure(
-            self.model,
-            self.tokenizer,
-            self.example(unit.task, unit.index),
-            unit.cases,
-            aware=self.setting.aware,
-            generate=self.setting.generate,
-            report=report,
-        )
-        store.add(rows)
+        """Measures a unit and stores its rows; those of a streamed task, whose cases share little, one by one."""
+        setting = self.setting
+        example: Any = self.example(unit.task, unit.index)
+        of = self.model, self.tokenizer, example, unit.cases
+        if unit.task in STREAMED:
+            for row in measure_streamed(*of, chunk=setting.chunk, every=setting.every):
+                store.add([row])
+                report()
+        else:
+            store.add(measure(*of, aware=setting.aware, generate=setting.generate, report=report))
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Results on disk: one Parquet file per example, written in one piece or not at all.
+"""Results on disk: one Parquet file per example, each version of it written in one piece or not at all.
 
 ::
 
@@ -7,7 +7,8 @@
     DIR/rows.parquet            all of them, in order
     DIR/summary.json, summary.md
 
-A run that is killed loses the examples under way and nothing else; the same command goes on from there.
+A run that is killed loses the examples under way (of streamed tasks, the policies under way) and nothing else; the
+same command goes on from there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def _schema() -> Any:
         "int": pyarrow.int64(),
         "float": pyarrow.float64(),
         "bool": pyarrow.bool_(),
+        "list[list[float]]": pyarrow.list_(pyarrow.list_(pyarrow.float32())),
     }
     fields = dataclasses.fields(Measurement)
     return pyarrow.schema([(field.name, kinds[str(field.type).partition(" ")[0]]) for field in fields])
@@ -84,6 +86,21 @@ class Store:
         elif self.folder.exists() and any(path.name not in ("run.json", "parts") for path in self.folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no evaluation: use another folder")
 
+    @classmethod
+    def existing(cls, folder: str | Path) -> tuple[Store, dict[str, Any]]:
+        """The evaluation in ``folder``, and what :meth:`begin` wrote of its last run.
+
+        Raises:
+            ValueError: there is no evaluation in ``folder``, or one without any rows yet.
+        """
+        path = Path(folder) / "run.json"
+        if not path.is_file():
+            raise ValueError(f"{folder} holds no evaluation: give the --out folder of `kvretain eval`")
+        if not any((Path(folder) / "parts").glob("*.parquet")):
+            raise ValueError(f"the evaluation in {folder} has measured nothing yet")
+        run = json.loads(path.read_text(encoding="utf-8"))
+        return cls(folder, run.pop("identity")), run
+
     def begin(self, run: dict[str, Any]) -> None:
         """Writes ``run.json``: the identity and ``run``, what else there is to know."""
         content = json.dumps({"identity": self.identity, **run}, indent=2, ensure_ascii=False) + "\n"
@@ -108,7 +125,7 @@ class Store:
     def add(self, rows: Sequence[Measurement]) -> None:
         """Adds rows of one example, durably; the same cases are replaced."""
         task, index = rows[0].task, rows[0].index
-        merged = {Case(row.policy, row.ratio): row for row in (*self.read(task, index), *rows)}
+        merged = {row.case: row for row in (*self.read(task, index), *rows)}
         write_whole(self._part(task, index), self._encode(merged.values(), {}))
 
     def _encode(self, rows: Iterable[Measurement], about: dict[str, Any]) -> bytes:
@@ -121,7 +138,7 @@ class Store:
 
     def missing(self, task: str, index: int, cases: Sequence[Case]) -> list[Case]:
         """Those of ``cases`` that the example has no row for."""
-        known = {Case(row.policy, row.ratio) for row in self.read(task, index)}
+        known = {row.case for row in self.read(task, index)}
         return [case for case in cases if case not in known]
 
     def rows(self) -> list[Measurement]:

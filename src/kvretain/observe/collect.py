@@ -13,7 +13,8 @@ from torch import Tensor
 from ..cache import CacheView, RetentionCache
 from ..policy import Policy
 from ..scores import Scorer, scorers
-from .measures import FEWEST
+from ..select.signatures import mean_values
+from .measures import FEWEST, SIGNATURES
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Observation:
             are neither sinks nor in the recent window; consecutive positions from ``sinks`` on.
         attention: ``(L, H, T, T)`` float32: the share of a query's attention that goes to a block of ``block`` keys,
             mean over the queries of a block and the query heads of the group. Rows sum to 1.
+        values: ``(M, D)`` float32 mean value vectors of the same entries over layers and heads, as α's signatures
+            are before they are normalised; by the names in :data:`~kvretain.observe.measures.SIGNATURES`.
         block: tokens per block of ``attention``.
         layers: the layers' indices in the model.
         tokens: tokens read.
@@ -33,6 +36,7 @@ class Observation:
 
     scores: Mapping[str, Tensor]
     attention: Tensor
+    values: Mapping[str, Tensor]
     block: int
     layers: tuple[int, ...]
     tokens: int
@@ -115,9 +119,14 @@ def collect(
         warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
         model.get_decoder()(input_ids=ids.to(model.device), past_key_values=cache)
     layers = tuple(sorted(recorder.attention))
+    values = {
+        name: mean_values([recorder.values[name, layer][None, None] for layer in layers])[0, sinks : tokens - window]
+        for name in SIGNATURES
+    }
     return Observation(
         scores={name: torch.stack([recorder.scores[name, layer] for layer in layers]).clone() for name in names},
         attention=torch.stack([recorder.attention[layer] for layer in layers]).clone(),
+        values=values,
         block=recorder.block,
         layers=layers,
         tokens=tokens,
@@ -136,6 +145,7 @@ class _Recorder(Scorer):
     report: Callable[[int, int], None]
     scores: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     attention: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -146,6 +156,17 @@ class _Recorder(Scorer):
         """Every query, for the attention map; a scorer reads the last ones that it wants."""
         return self.tokens
 
+    def __getattr__(self, name: str) -> Any:
+        """What the cache asks of a scorer that says what is collected (``first``, ``gate``, ...); they must agree."""
+        inner = self.__dict__.get("inner", {})
+        found = {vars(scorer)[name] for scorer in inner.values() if name in vars(scorer)}
+        if not found:
+            raise AttributeError(name)
+        if len(found) > 1:
+            values = ", ".join(sorted(map(repr, found)))
+            raise ValueError(f"scorers observed together must agree on {name!r}, not {values}")
+        return found.pop()
+
     def score(self, view: CacheView) -> Tensor:
         answers = []
         for name, scorer in self.inner.items():
@@ -155,6 +176,8 @@ class _Recorder(Scorer):
             answers.append(scores)
             shifted = scorer.nonnegative(scores, view.candidates)[0]
             self.scores[name, view.layer] = shifted[view.candidates[0]].reshape(shifted.shape[0], -1).cpu()
+        for name, normalised in SIGNATURES.items():
+            self.values[name, view.layer] = mean_values([view.values], normalise_heads=normalised)[0].cpu()
         self.attention[view.layer] = block_attention(view, self.block).cpu()
         self.report(view.layer + 1, view.num_layers)
         return answers[0]

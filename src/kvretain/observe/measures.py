@@ -11,9 +11,13 @@ from torch import Tensor
 
 from ..refine import Refiner, refiners
 from ..select import select_topk
+from ..select.signatures import unit_signatures
 
 RULES = ("top-k", "hard NMS", "SMD", "random")
 """What :func:`kept_by` can choose by: plain scores, the refiners ``nms`` and ``smd``, and the dice."""
+
+SIGNATURES = {"mean of all heads": False, "mean of unit vectors": True}
+"""α's signatures by name: whether each head's value vector is normalised before the mean."""
 
 FEWEST = 128
 """Fewest tokens that can be observed: enough for all lags and a few segments."""
@@ -139,6 +143,25 @@ def head_weights(spread: Tensor, *, exponent: float = 0.5, clip: tuple[float, fl
     """HubKV's head weights of ``spread (L, H)``, the :func:`selectivity` of each head; relative to the layer's mean."""
     typical = spread.mean(-1, keepdim=True)
     return torch.where(typical > 0, (spread / typical).pow(exponent).clamp(*clip), 1.0)
+
+
+def cosines(vectors: Tensor, *, centre: bool, most: int = 4000) -> tuple[Tensor, Tensor]:
+    """Cosines between α's signatures of ``vectors (M, D)``, mean values; of at most ``most`` entries, evenly spread.
+
+    Args:
+        vectors: as in :attr:`~kvretain.observe.collect.Observation.values`.
+        centre: subtract the mean over all ``M`` first.
+        most: beyond it entries are left out, since pairs grow with the square.
+
+    Returns:
+        Those of all pairs ``(n (n - 1) / 2,)``, and each entry's largest to any other ``(n,)``; float32.
+    """
+    signatures = unit_signatures(vectors, centre=centre)
+    count = min(len(signatures), most)
+    taken = signatures[torch.arange(count) * len(signatures) // count]
+    table = taken @ taken.T
+    pairs = table[tuple(torch.triu_indices(count, count, 1))]
+    return pairs, table.fill_diagonal_(-torch.inf).amax(-1)
 
 
 def mean_interval(

@@ -181,6 +181,22 @@ def _attention(rows: list[Row]) -> Any:
     return figure
 
 
+def _value_cosines(rows: list[Row]) -> Any:
+    samples = _unique(rows, "of")
+    figure, axes = _panels(1, len(samples), width=4.4, height=3.2)
+    for axis, sample in zip(axes[0], samples, strict=True):
+        for signature, colour in zip(_unique(rows, "signature"), (BLUE, ORANGE), strict=True):
+            for centred, style in (("no", "-"), ("yes", "--")):
+                line = _where(rows, of=sample, signature=signature, centred=centred)
+                label = f"{signature}, centred" if centred == "yes" else signature
+                axis.plot(_column(line, "cosine"), _column(line, "percentile"), color=colour, ls=style, label=label)
+        axis.set(title=f"{sample} (n = {line[0]['count']:,})", xlabel="cosine", ylim=(0, 100))
+        axis.set_xlim(right=1)
+    axes[0][0].set_ylabel("share at most that alike (%)")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    return figure
+
+
 def _share_y(axes: Any) -> None:
     """One y range for a row of panels, so that they compare."""
     limits = [axis.get_ylim() for axis in axes[0]]
@@ -194,4 +210,5 @@ _DRAWERS: dict[str, Callable[[list[Row]], Any]] = {
     "segment_coverage": _segment_coverage,
     "selectivity": _selectivity,
     "attention": _attention,
+    "value_cosines": _value_cosines,
 }

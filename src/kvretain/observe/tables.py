@@ -283,4 +283,42 @@ def attention(observation: Observation, basis: str, seed: int, summary: list[Row
     return Table("attention", "Attention of the sharpest and the flattest head", caption, rows)
 
 
-_FIGURES = (marginal_gain, autocorrelation, segment_coverage, selectivity, attention)
+def value_cosines(observation: Observation, basis: str, seed: int, summary: list[Row]) -> Table:
+    """How alike α's signatures are: the spread of their cosines, with and without the part that all share."""
+    rows: list[Row] = []
+    found = []
+    percentiles = torch.arange(101)
+    for name, vectors in observation.values.items():
+        for centred in ("no", "yes"):
+            pairs, nearest = measures.cosines(vectors, centre=centred == "yes")
+            for quantity, sample in (("all pairs", pairs), ("nearest other", nearest)):
+                precise = sample.to(torch.float64)
+                mean, spread = precise.mean().item(), precise.std(correction=0).item()
+                at = precise.quantile(percentiles.to(torch.float64) / 100).tolist()
+                for percentile, cosine in zip(percentiles.tolist(), at, strict=True):
+                    rows.append(
+                        {
+                            "signature": name,
+                            "centred": centred,
+                            "of": quantity,
+                            "count": len(sample),
+                            "mean": mean,
+                            "sd": spread,
+                            "percentile": percentile,
+                            "cosine": cosine,
+                        }
+                    )
+                if quantity == "all pairs":
+                    label = f"{name}, centred" if centred == "yes" else name
+                    numbers = [f"{round(number, 2) + 0.0:.2f}" for number in (mean, spread, at[5], at[95])]
+                    found.append("{}: {} ± {} (5–95 %: {} to {})".format(label, *numbers))
+    caption = (
+        "Cosines between α's value signatures: value vectors averaged over layers and heads, normalised; centred: "
+        "without their mean over the entries that compete. Left: all pairs of entries. Right: each entry's largest "
+        f"cosine to any other. Mean ± standard deviation over pairs: {'; '.join(found)}. The narrower the curve, the "
+        f"more alike the penalty of all entries and the less a weight means. {basis}"
+    )
+    return Table("value_cosines", "How alike the value signatures of tokens are", caption, rows)
+
+
+_FIGURES = (marginal_gain, autocorrelation, segment_coverage, selectivity, attention, value_cosines)

@@ -14,10 +14,26 @@ def check_whole(scorer: str, field: str, value: object, lowest: int) -> None:
         raise ValueError(f"{scorer}: {field} must be a whole number of at least {lowest}, not {value!r}")
 
 
+def check_fraction(scorer: str, field: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{scorer}: {field} must be a number from 0 to 1, not {value!r}")
+
+
 def check_choice(scorer: str, field: str, value: object, valid: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``valid``."""
     if value not in valid:
         raise ValueError(f"{scorer}: {field} must be one of {', '.join(map(repr, valid))}, not {value!r}")
+
+
+def check_window(scorer: str, window: int, seen: int) -> None:
+    """Raise ``ValueError`` if no token stands before the ``window`` that ends ``seen`` tokens."""
+    if seen <= window:
+        raise ValueError(
+            f"{scorer} values what stands before its window of {window} tokens, but only {seen} had been seen when "
+            f"entries had to go: give longer contexts (and longer chunks of them), or a smaller window, as in "
+            f"{scorer}(window={max(1, seen // 4)})"
+        )
 
 
 def last_queries(view: CacheView, scorer: str, count: int) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,11 @@ class Scorer(ABC):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """What the cache must collect: ``"queries"`` (the last ``window``), ``"attention"`` (accumulated weights), or
-    ``"replay"`` (the tokens are read a second time before an eviction), or ``"moments"`` (mean and covariance of the
-    queries before RoPE, which needs a model with rotary positions)."""
+    ``"replay"`` (the tokens are read a second time before an eviction), with ``"norms"`` (of the hidden states in it
+    and of projected values), or ``"moments"`` (mean and covariance of the queries before RoPE, which needs a model with
+    rotary positions), or ``"pairs"`` (sums over their rotary pairs, for a calibration), or ``"calibration"`` (collects
+    nothing: the file that the scorer's field ``calibration`` names), or ``"hidden"`` (what the gate file that the
+    scorer's field ``gate`` names says of each token's hidden state)."""
 
     signed: ClassVar[bool] = False
     """Whether scores can be negative; if so, refiners see them through :meth:`nonnegative`."""
@@ -44,6 +47,13 @@ class Scorer(ABC):
     def recent(self, budget: int) -> int:
         """Default number of protected last tokens under ``budget``."""
         return 0
+
+    def local(self, seen: int) -> int:
+        """As :meth:`recent`, by the tokens ``seen``; the larger number counts."""
+        return 0
+
+    def check_seen(self, seen: int) -> None:  # noqa: B027 - most scorers can value any number of tokens
+        """Raises ValueError if ``seen`` tokens are too few to be valued; asked of the longest row that loses any."""
 
     @abstractmethod
     def score(self, view: CacheView) -> Tensor:

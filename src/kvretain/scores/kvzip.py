@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,13 +26,20 @@ class KVzip(Scorer):
     Deviations: scores are float32 (the model's dtype there, where ties are common); no "repeat the context" prompt is
     fed unless its token ids are given; heads keep equal numbers of entries unless the scope says otherwise (KVzip lets
     all heads of the model compete: ``kvzip@model-heads``). The cost is one more pass over the tokens (KVzip: 2 to 3 x
-    prefill). KVzip+'s normalisation by the output projection is not available.
+    prefill).
+
+    *KVzip+* (``normalise=True``; what KVzap, arXiv 2601.07891, is trained to guess, and an option of kvpress' KVzip):
+    before the maximum, each weight is divided by the length of its query's hidden state as it enters the layer's
+    attention (after the input norm, as in that code) and multiplied by the length of the value vector after the query
+    head's slice of the output projection, without its bias. Such scores are >= 0 and not bounded by 1. Models whose
+    output projection cannot be told are refused by name.
 
     Args:
         chunk: tokens repeated at a time, >= 1.
         lead: tokens of the chunk before that lead in, >= 0.
         first: first tokens that every softmax includes, >= 0.
         prompt: token ids fed before each repetition.
+        normalise: whether weights are rescaled as in KVzip+.
 
     Raises:
         ValueError: a field is out of range.
@@ -43,8 +49,8 @@ class KVzip(Scorer):
     lead: int = 8
     first: int = 4
     prompt: tuple[int, ...] = ()
+    normalise: bool = False
 
-    needs: ClassVar[frozenset[str]] = frozenset({"replay"})
     paper = "KVzip, 2505.23416"
 
     def __post_init__(self) -> None:
@@ -53,9 +59,16 @@ class KVzip(Scorer):
         check_whole("kvzip", "first", self.first, 0)
         if not isinstance(self.prompt, tuple) or not all(type(token) is int and token >= 0 for token in self.prompt):
             raise ValueError(f"kvzip: prompt must be a tuple of token ids, not {self.prompt!r}")
+        if not isinstance(self.normalise, bool):
+            raise ValueError(f"kvzip: normalise must be True or False, not {self.normalise!r}")
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """A replay, and for KVzip+ the lengths of the hidden states in it."""
+        return frozenset({"replay", "norms"}) if self.normalise else frozenset({"replay"})
 
     def score(self, view: CacheView) -> Tensor:
-        """Largest weights ``(B, H, N)`` float32 in [0, 1]; 0 for padding.
+        """Largest weights ``(B, H, N)`` float32, in [0, 1] unless normalised; 0 for padding.
 
         Raises:
             ValueError: ``view.replay`` is None.

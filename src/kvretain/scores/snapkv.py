@@ -10,7 +10,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ..cache.view import CacheView
 from ..slots import pack, pack_index
-from ._common import attend, check_choice, check_whole, last_queries
+from ._common import attend, check_choice, check_whole, check_window, last_queries
 from .base import Scorer, scorers
 
 
@@ -26,6 +26,11 @@ class SnapKV(Scorer):
     The window's own entries (positions of at least ``seen - window``) score 1.0; by default they are protected anyway.
     Pooling runs over neighbouring cache slots with zeros at both ends, as in the paper's code; padding is skipped, and
     protected entries lend nothing to their neighbours.
+
+    A context no longer than the window is an error when entries must go, since nothing stands before it; beside longer
+    rows of a batch it is served, and its first and last tokens stay. A window that the budget does not hold is no
+    error: at most half of the budget is protected for the latest tokens, the window's oldest entries follow after the
+    sinks, and nothing is chosen by attention.
 
     Deviations: 4 sinks are protected by default (the paper protects none), and they are left out of the pooling. The
     paper pools each attention head alone (no query groups), by average; ``pooling="mean"`` and ``group="mean"`` are
@@ -60,6 +65,10 @@ class SnapKV(Scorer):
     def recent(self, budget: int) -> int:
         """The observation window."""
         return self.window
+
+    def check_seen(self, seen: int) -> None:
+        """Raises ValueError if the window leaves no token to value."""
+        check_window("snapkv", self.window, seen)
 
     def score(self, view: CacheView) -> Tensor:
         """Pooled weights ``(B, H, N)`` float32 in [0, 1]; 1 for the window, 0 for padding.

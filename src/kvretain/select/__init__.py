@@ -2,11 +2,14 @@
 
 from .base import Selector, selectors
 from .coverage import GreedyPath, greedy_path, select_coverage
+from .diverse import Diverse, select_diverse
 from .local import Greedy, StochasticGreedy
 from .scope import combine_heads, combine_layers
+from .signatures import value_signatures
 from .topk import TopK, select_topk
 
 __all__ = [
+    "Diverse",
     "Greedy",
     "GreedyPath",
     "Selector",
@@ -16,6 +19,8 @@ __all__ = [
     "combine_layers",
     "greedy_path",
     "select_coverage",
+    "select_diverse",
     "select_topk",
     "selectors",
+    "value_signatures",
 ]

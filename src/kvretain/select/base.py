@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
 from ..registry import Registry
+from .signatures import mean_values
 
 
 class Selector(ABC):
@@ -16,8 +19,24 @@ class Selector(ABC):
     go to the lowest index; the same inputs give the same set on every device and dtype.
     """
 
+    needs_values: ClassVar[bool] = False
+    """Whether :meth:`select` compares value vectors."""
+
+    def mean_values(self, values: Sequence[Tensor]) -> Tensor:
+        """One vector per entry, ``(B, N, D)`` float32, for the layers and heads that share a set: ``values`` has a
+        ``(B, H, N, D)`` a layer. An entry's vector must not depend on the other entries."""
+        return mean_values(values)
+
     @abstractmethod
-    def select(self, scores: Tensor, keep: int, *, protected: Tensor, positions: Tensor | None = None) -> Tensor:
+    def select(
+        self,
+        scores: Tensor,
+        keep: int,
+        *,
+        protected: Tensor,
+        positions: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:
         """Indices ``(..., keep)`` int64, ascending, of the entries to keep.
 
         Args:
@@ -25,6 +44,8 @@ class Selector(ABC):
             keep: entries to keep, protected ones included; at most the number of scores above -inf.
             protected: ``(..., N)`` bool.
             positions: ``(..., N)`` int64, original positions, ascending; -1 is padding. Default: 0 to N-1.
+            values: ``(..., N, D)`` float32, from :meth:`mean_values`; what stands at padding is not read. None unless
+                ``needs_values``.
 
         Raises:
             ValueError: more protected entries than ``keep``.

@@ -60,8 +60,16 @@ class Greedy(Selector):
     def __post_init__(self) -> None:
         check_local("greedy", self.kernel, self.shape)
 
-    def select(self, scores: Tensor, keep: int, *, protected: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Indices ``(..., keep)`` int64, ascending; ``positions`` default to 0 to N-1."""
+    def select(
+        self,
+        scores: Tensor,
+        keep: int,
+        *,
+        protected: Tensor,
+        positions: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:
+        """Indices ``(..., keep)`` int64, ascending; ``positions`` default to 0 to N-1, ``values`` are not read."""
         return _select_local(scores, keep, protected, positions, self.kernel, self.shape, None)
 
 
@@ -98,8 +106,16 @@ class StochasticGreedy(Selector):
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"stochastic: seed must be a whole number of at least 0, not {self.seed!r}")
 
-    def select(self, scores: Tensor, keep: int, *, protected: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Indices ``(..., keep)`` int64, ascending; ``positions`` default to 0 to N-1."""
+    def select(
+        self,
+        scores: Tensor,
+        keep: int,
+        *,
+        protected: Tensor,
+        positions: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:
+        """Indices ``(..., keep)`` int64, ascending; ``positions`` default to 0 to N-1, ``values`` are not read."""
         draw = (self.epsilon, self.seed)
         return _select_local(scores, keep, protected, positions, self.kernel, self.shape, draw)
 

@@ -8,16 +8,26 @@ import torch
 from torch import Tensor
 
 COMBINE = ("zscore", "mean", "max")
-"""Ways to combine the heads of a layer."""
+"""Ways to combine the heads of a layer, and layers."""
+
+
+def standardised(scores: Tensor, candidates: Tensor) -> Tensor:
+    """``scores (..., N)`` with mean 0 and standard deviation 1 over the ``candidates (..., N)`` of each row; 0
+    elsewhere.
+
+    Population standard deviation, at least 1e-6, as in TriAttention's code. What stands elsewhere is never read.
+    """
+    known, count = scores.masked_fill(~candidates, 0.0), candidates.sum(-1, keepdim=True).clamp_min(1)
+    centred = (known - known.sum(-1, keepdim=True) / count).masked_fill(~candidates, 0.0)
+    return centred / (centred.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)
 
 
 def combine_heads(scores: Tensor, candidates: Tensor, method: str = "zscore") -> Tensor:
     """One score per entry for all heads of a layer.
 
-    ``"zscore"``: each head's scores are standardised over its candidates (population standard deviation, at least 1e-6,
-    as in TriAttention's code) and averaged over heads, so that no head's scale dominates. ``"mean"`` and ``"max"`` take
-    the scores as they are. Followed by :func:`combine_layers`, this is "one set for the model"; alone, "one set per
-    layer".
+    ``"zscore"``: each head's scores are :func:`standardised` over its candidates and averaged over heads, so that no
+    head's scale dominates. ``"mean"`` and ``"max"`` take the scores as they are. Followed by :func:`combine_layers`,
+    this is "one set for the model"; alone, "one set per layer".
 
     Args:
         scores: ``(B, H, N)`` float32; what stands at entries that are not candidates is never read.
@@ -42,30 +52,34 @@ def combine_heads(scores: Tensor, candidates: Tensor, method: str = "zscore") ->
     if method == "max":
         best = scores.masked_fill(~candidates, -torch.inf).amax(-2, keepdim=True)
         return best.masked_fill(voters == 0, 0.0)
-    known = scores.masked_fill(~candidates, 0.0)
-    if method == "zscore":
-        count = candidates.sum(-1, keepdim=True).clamp_min(1)
-        centred = (known - known.sum(-1, keepdim=True) / count).masked_fill(~candidates, 0.0)
-        deviation = (centred.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)
-        known = centred / deviation
+    known = standardised(scores, candidates) if method == "zscore" else scores.masked_fill(~candidates, 0.0)
     return known.sum(-2, keepdim=True) / voters.clamp_min(1)
 
 
-def combine_layers(layers: Sequence[Tensor]) -> Tensor:
-    """The mean over layers of their combined scores, for "one set for the model".
+def combine_layers(layers: Sequence[Tensor], method: str = "mean") -> Tensor:
+    """One score per entry for all layers.
+
+    For "one set for the model" the layers come from :func:`combine_heads` by the same ``method``; ``"max"`` then is the
+    largest score of any head in any layer, as in TriAttention's union mode. For "one set per KV-head index, the same in
+    all layers" (TriAttention's default, with ``"mean"``) they are each layer's scores as they are, for ``"zscore"``
+    :func:`standardised`.
 
     Args:
-        layers: one ``(B, 1, N)`` tensor a layer, from :func:`combine_heads`; they may live on different devices.
+        layers: one ``(B, H, N)`` tensor a layer; they may live on different devices.
+        method: ``"max"``; ``"mean"`` and ``"zscore"`` average.
 
     Returns:
-        ``(B, 1, N)`` on the first layer's device.
+        ``(B, H, N)`` on the first layer's device.
 
     Raises:
-        ValueError: there is no layer, or the shapes differ.
+        ValueError: ``method`` is unknown, there is no layer, or the shapes differ.
     """
+    if method not in COMBINE:
+        raise ValueError(f"combine_layers: unknown method {method!r}; valid: {', '.join(COMBINE)}")
     if not layers:
         raise ValueError("combine_layers: no layer given")
     shapes = {tuple(layer.shape) for layer in layers}
     if len(shapes) > 1:
         raise ValueError(f"combine_layers: layers must agree in shape, not {sorted(shapes)}")
-    return torch.stack([layer.to(layers[0].device) for layer in layers]).mean(0)
+    stacked = torch.stack([layer.to(layers[0].device) for layer in layers])
+    return stacked.amax(0) if method == "max" else stacked.mean(0)

@@ -95,6 +95,14 @@ def _check_arguments(scores: Tensor, keep: int, protected: Tensor | None) -> int
 class TopK(Selector):
     """The largest scores; see :func:`select_topk`."""
 
-    def select(self, scores: Tensor, keep: int, *, protected: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Indices ``(..., keep)`` int64, ascending; ``positions`` are not read."""
+    def select(
+        self,
+        scores: Tensor,
+        keep: int,
+        *,
+        protected: Tensor,
+        positions: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:
+        """Indices ``(..., keep)`` int64, ascending; ``positions`` and ``values`` are not read."""
         return select_topk(scores, keep, protected=protected)

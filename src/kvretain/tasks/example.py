@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -68,6 +68,16 @@ class Continuation:
     following: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Passages:
+    """Passages to decode side by side: token ids of equal length, ``prompt`` of each fed at once, then one by one."""
+
+    task: str
+    index: int
+    rows: tuple[tuple[int, ...], ...]
+    prompt: int
+
+
 class Source:
     """A text to take contexts from, cut into sentences and counted in tokens once.
 
@@ -122,17 +132,30 @@ class Source:
             raise ValueError(f"{tokens} tokens leave no room for a sentence of the text; ask for longer contexts")
         return chosen
 
-    def hide(self, needles: list[str], depths: list[float], tokens: int, draw: random.Random) -> str:
+    def hide(
+        self, needles: list[str], shares: list[float], depth: tuple[float, float], tokens: int, draw: random.Random
+    ) -> str:
         """A passage from a random place with ``needles`` between its sentences, at most ``tokens`` long.
 
-        ``depths`` are shares of the passage's sentences, in order, one for each needle.
+        Args:
+            needles: what to hide, in the order in which it will stand.
+            shares: where each stands among the gaps between sentences that lie within ``depth``, in [0, 1], ascending.
+            depth: all needles begin between these shares of the result's tokens. If no sentence ends there, they stand
+                at the nearest gap.
+            tokens: the largest length.
+            draw: chooses the passage.
+
+        Raises:
+            ValueError: ``tokens`` leave no room, or the text is too short.
         """
-        room = tokens - sum(self.count(needle + " ") for needle in needles)
-        if room < 1:
+        hidden = [self.count(needle + " ") for needle in needles]
+        if sum(hidden) >= tokens:
             raise ValueError(f"{tokens} tokens leave no room beside what is hidden; ask for longer contexts")
-        hay = self.passage(room, draw)
+        hay = self.passage(tokens - sum(hidden), draw)
+        ends = [0, *accumulate(self.count(sentence + " ") for sentence in hay)]
         while True:
-            gaps = [round(depth * len(hay)) for depth in depths]
+            first, last = _gaps(ends[: len(hay) + 1], hidden, depth)
+            gaps = [first + round(share * (last - first)) for share in shares]
             parts = list(hay)
             for gap, needle in reversed(list(zip(gaps, needles, strict=True))):
                 parts.insert(gap, needle)
@@ -140,3 +163,16 @@ class Source:
             if self.count(text) <= tokens or len(hay) == 1:
                 return text
             hay.pop()
+
+
+def _gaps(ends: list[int], hidden: list[int], depth: tuple[float, float]) -> tuple[int, int]:
+    """The first and the last gap at which all needles begin within ``depth``.
+
+    ``ends`` are the gaps' places in tokens of hay, from 0; ``hidden`` the needles' tokens.
+    """
+    total, before = ends[-1] + sum(hidden), sum(hidden[:-1])
+    low, high = depth[0] * total, depth[1] * total
+    first, last = bisect_left(ends, low), bisect_right(ends, high - before) - 1
+    if first > last:
+        first = last = min(range(len(ends)), key=lambda gap: abs(ends[gap] + before / 2 - (low + high) / 2))
+    return first, last

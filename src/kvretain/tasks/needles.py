@@ -52,10 +52,8 @@ class Hay:
 
     def hide(self, needles: list[str]) -> str:
         """A passage of the text with ``needles`` in it, in their order."""
-        low, high = self.depth
         shares = sorted((self.start + i / len(needles)) % 1 for i in range(len(needles)))
-        depths = [low + (high - low) * share for share in shares]
-        return self.source.hide(needles, depths, self.tokens, self.draw)
+        return self.source.hide(needles, shares, self.depth, self.tokens, self.draw)
 
 
 _FIRST = (
@@ -192,8 +190,9 @@ def build_needle(
         index: which example, from 0; each draws anew.
         tokens: the largest length of the context.
         seed: another seed gives other examples.
-        depth: needles lie between these shares of the context, 0 its begin, 1 its end. Consecutive examples spread
-            over that range evenly (multiples of the golden ratio), whatever their number. ``words`` has no needle.
+        depth: needles begin between these shares of the context's tokens, 0 its begin, 1 its end (if no sentence ends
+            there, at the nearest place where one does). Consecutive examples spread over that range evenly (multiples
+            of the golden ratio), whatever their number. ``words`` has no needle.
 
     Raises:
         ValueError: an unknown task; a text that is too short, or too few ``tokens``; a bad ``depth``.
@@ -206,7 +205,7 @@ def build_needle(
     """
     if task not in NEEDLES:
         raise ValueError(f"unknown task {task!r}; valid: {', '.join(NEEDLES)}")
-    if not 0 <= depth[0] <= depth[1] <= 1:
+    if len(depth) != 2 or not 0 <= depth[0] <= depth[1] <= 1:
         raise ValueError(f"depth must be two shares in order, within [0, 1], not {depth}")
     draw = random.Random(f"{seed}/{task}/{index}")
     hay = Hay(source, tokens, draw, index * GOLDEN % 1, depth)

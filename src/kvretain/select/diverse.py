@@ -1,0 +1,256 @@
+"""α: the best entries that do not repeat what is kept already, by their value vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Selector, selectors
+from .scope import standardised
+from .signatures import mean_values, unit_signatures
+from .topk import select_topk
+
+REDUNDANCY = ("max", "mean")
+"""How the cosines to the chosen entries become one number; see :func:`select_diverse`."""
+
+_GRID = 2.0**20
+"""Signatures are rounded to multiples of its inverse. Cosines, and sums of thousands of them, are then exact in
+float64: the same number in whatever order a device or a batch sums them."""
+
+_TABLE = 1 << 24
+"""Most cosines that are held at once; beyond, each pick computes its own row."""
+
+
+def select_diverse(
+    scores: Tensor,
+    signatures: Tensor,
+    keep: int,
+    *,
+    weight: float = 0.5,
+    protected: Tensor | None = None,
+    redundancy: str = "max",
+    protected_count_as_chosen: bool = True,
+    standardise: bool = False,
+) -> Tensor:
+    """Indices of ``keep`` entries, picked one after the other by ``score - weight * redundancy``.
+
+    Redundancy is the largest (or the mean) cosine between an entry's signature and those of the entries chosen so far.
+    It may be negative: an entry unlike all others gains. While nothing is chosen it is 0, so that the first pick is the
+    largest score. Equal values go to the lowest index. ``weight=0`` *is* :func:`select_topk`.
+
+    Source: α (arXiv 2605.14292), whose full text was not available; maximal marginal relevance (Carbonell and Goldstein
+    1998) in the space of values. Readings: maximum over the chosen set, scores as they are, protected entries count as
+    chosen; the arguments give the others.
+
+    All rows pick at the same time. Signatures are rounded to multiples of 2^-20, so that their cosines are exact in
+    float64: the set is the same on every device and in every batch. A row costs ``N * N * D`` products, and ``N`` per
+    pick.
+
+    Args:
+        scores: ``(..., N)`` float32; -inf marks entries to be chosen only when nothing else is left (padding).
+        signatures: ``(..., N, D)``, of unit length or 0, as from :func:`~kvretain.value_signatures`; padding is not
+            read.
+        keep: entries to keep, protected ones included; 1 to N.
+        weight: how much a cosine of 1 costs, in units of the scores; at least 0.
+        protected: ``(..., N)`` bool: entries that are kept whatever their score, chosen before all others.
+        redundancy: ``"max"`` or ``"mean"``.
+        protected_count_as_chosen: whether likeness to a protected entry costs anything.
+        standardise: give the scores of each row mean 0 and standard deviation 1 (population, over the entries that are
+            neither padding nor protected) before subtracting, so that ``weight`` is in units of their spread.
+
+    Returns:
+        ``(..., keep)`` int64, ascending.
+
+    Raises:
+        ValueError: ``weight`` is negative or not finite, ``redundancy`` is unknown, a signature is not finite, a shape
+            does not fit, or what :func:`select_topk` refuses.
+
+    Example:
+        The second entry says what the first says, so the third is taken:
+
+        >>> select_diverse(torch.tensor([1.0, 0.9, 0.6]), torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), 2)
+        tensor([0, 2])
+    """
+    _check("select_diverse", weight, redundancy)
+    plain = select_topk(scores, keep, protected=protected)  # its errors are ours
+    if weight == 0 or plain.numel() == 0:
+        return plain
+    size = scores.shape[-1]
+    if signatures.ndim != scores.ndim + 1 or signatures.shape[:-1] != scores.shape or signatures.is_complex():
+        raise ValueError(
+            f"select_diverse: signatures must be {tuple(scores.shape)} and one more dimension, "
+            f"not {signatures.dtype} {tuple(signatures.shape)}"
+        )
+    guarded = torch.zeros_like(scores, dtype=torch.bool) if protected is None else protected.expand(scores.shape)
+    open_ = ~guarded & (scores > -torch.inf)
+    worth = standardised(scores.to(torch.float64), open_) if standardise else scores.to(torch.float64)
+    worth = worth.masked_fill(~open_, -torch.inf).reshape(-1, size)
+    vectors = signatures.masked_fill(~(open_ | guarded)[..., None], 0.0).reshape(-1, size, signatures.shape[-1])
+    if not vectors.isfinite().all():
+        raise ValueError("select_diverse: signatures must be finite; check the model's values for NaN")
+
+    flat_guarded, flat_open = guarded.reshape(-1, size), open_.reshape(-1, size)
+    room = torch.minimum(keep - flat_guarded.sum(-1), flat_open.sum(-1))
+    steps = torch.arange(int(room.max()), device=scores.device)
+    if not len(steps):
+        return plain
+    seeds = flat_guarded if protected_count_as_chosen else torch.zeros_like(flat_guarded)
+    order = _picks(worth, _Cosines(vectors), seeds, len(steps), float(weight), redundancy)
+    # Rows that were full earlier have gone on picking; an extra column takes what they do not want.
+    order = order.masked_fill(steps >= room[:, None], size)
+    chosen = torch.zeros(len(worth), size + 1, dtype=torch.bool, device=worth.device).scatter_(-1, order, True)
+    return select_topk(scores, keep, protected=chosen[:, :size].reshape(scores.shape) | guarded)
+
+
+def _picks(worth: Tensor, cosines: _Cosines, seeds: Tensor, count: int, weight: float, redundancy: str) -> Tensor:
+    """``count`` greedy picks of every row, in order, ``(R, count)``, from ``worth (R, N)``, -inf where closed."""
+    plain, picks = worth.clone(), []
+    if redundancy == "max":
+        # w * max(a, b) = max(w * a, w * b), in floating point, too.
+        penalty = weight * cosines.largest(seeds)
+        # -inf where nothing is chosen yet: then the first pick is by score alone.
+        now = torch.where(penalty == -torch.inf, worth, worth - penalty)
+        for _ in range(count):
+            pick = now.argmax(-1)  # the first of equal maxima
+            picks.append(pick)
+            plain.scatter_(-1, pick[:, None], -torch.inf)
+            torch.maximum(penalty, cosines.of(pick).mul_(weight), out=penalty)
+            torch.sub(plain, penalty, out=now)
+    else:
+        total, chosen = cosines.total(seeds), seeds.sum(-1, keepdim=True)
+        for step in range(count):
+            pick = (plain - weight * (total / (chosen + step).clamp_min(1))).argmax(-1)
+            picks.append(pick)
+            plain.scatter_(-1, pick[:, None], -torch.inf)
+            total += cosines.of(pick)
+    return torch.stack(picks, -1)
+
+
+class _Cosines:
+    """Inner products of each row's ``vectors (R, N, D)``, as a table if it is small enough."""
+
+    def __init__(self, vectors: Tensor) -> None:
+        self.vectors = vectors.to(torch.float64).mul(_GRID).round_().div_(_GRID)
+        rows, size, _ = vectors.shape
+        self.first = torch.arange(0, rows * size, size, device=vectors.device)
+        self.table = self._with(self.vectors) if rows * size * size <= _TABLE else None
+
+    def _with(self, others: Tensor) -> Tensor:
+        """Cosines ``(R, n, N)`` of ``others (R, n, D)``."""
+        if others.device.type != "cpu" or others.shape[1] == 1:
+            return torch.bmm(others, self.vectors.transpose(1, 2))
+        # On a CPU core one product after the other takes half the time; both are exact.
+        products = others.new_empty(*others.shape[:2], self.vectors.shape[1])
+        for row, (some, all_) in enumerate(zip(others, self.vectors, strict=True)):
+            torch.mm(some, all_.T, out=products[row])
+        return products
+
+    def of(self, pick: Tensor) -> Tensor:
+        """Cosines ``(R, N)`` to one entry ``pick (R,)`` of each row."""
+        index = self.first + pick
+        if self.table is not None:
+            return self.table.flatten(0, 1).index_select(0, index)
+        return self._with(self.vectors.flatten(0, 1).index_select(0, index)[:, None])[:, 0]
+
+    def largest(self, seeds: Tensor) -> Tensor:
+        """The largest cosine to any of ``seeds (R, N)``, ``(R, N)``; -inf where there is none."""
+        best = torch.full(seeds.shape, -torch.inf, dtype=torch.float64, device=seeds.device)
+        for part, some in self._blocks(seeds):
+            torch.maximum(best, part.masked_fill(~some[..., None], -torch.inf).amax(1), out=best)
+        return best
+
+    def total(self, seeds: Tensor) -> Tensor:
+        """The sum of cosines to all of ``seeds (R, N)``, ``(R, N)``."""
+        total = torch.zeros(seeds.shape, dtype=torch.float64, device=seeds.device)
+        for part, some in self._blocks(seeds):
+            total += part.masked_fill(~some[..., None], 0.0).sum(1)
+        return total
+
+    def _blocks(self, seeds: Tensor, block: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cosines of stretches of entries that hold seeds, and which of them are seeds."""
+        for start in seeds.any(0).nonzero()[:, 0].div(block, rounding_mode="floor").unique().mul(block).tolist():
+            stretch = slice(start, start + block)
+            part = self._with(self.vectors[:, stretch]) if self.table is None else self.table[:, stretch]
+            yield part, seeds[:, stretch]
+
+
+def _check(owner: str, weight: object, redundancy: object) -> None:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise ValueError(f"{owner}: weight must be a number of at least 0, not {weight!r}")
+    if redundancy not in REDUNDANCY:
+        raise ValueError(f"{owner}: unknown redundancy {redundancy!r}; valid: {', '.join(REDUNDANCY)}")
+
+
+@selectors.register("diverse")
+@dataclass(frozen=True)
+class Diverse(Selector):
+    """α's selection: large scores, minus likeness to what is chosen; see :func:`select_diverse`.
+
+    Source: α (arXiv 2605.14292). What is compared are mean value vectors: over all layers and heads for the scope
+    ``model`` (α's own), over the layer's heads for ``layer``, over layers for ``aligned``, each head's own for
+    ``head``. Only ``model`` is the paper's; the others are kvretain's extension.
+
+    Args:
+        weight: cost of a cosine of 1, in units of the scores; 0 is top-k, 0.5 the paper's choice on top of TriAttention
+            scores.
+        redundancy: ``"max"`` or ``"mean"`` over the chosen entries.
+        centre: subtract the mean over the row's entries before comparing, without which a component that all share
+            makes the penalty nearly the same for all.
+        standardise: scores in units of their spread, see :func:`select_diverse`; for scorers whose scores are not of
+            order 1, such as attention weights.
+        protected_count_as_chosen: whether likeness to sinks, recent window or prompt costs anything.
+        normalise_heads: unit length for each head's vector before the mean.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    needs_values: ClassVar[bool] = True
+
+    weight: float = 0.5
+    redundancy: str = "max"
+    centre: bool = False
+    standardise: bool = False
+    protected_count_as_chosen: bool = True
+    normalise_heads: bool = False
+
+    def __post_init__(self) -> None:
+        _check("diverse", self.weight, self.redundancy)
+        for name in ("centre", "standardise", "protected_count_as_chosen", "normalise_heads"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"diverse: {name} must be True or False, not {getattr(self, name)!r}")
+
+    def mean_values(self, values: Sequence[Tensor]) -> Tensor:
+        """The mean over layers and heads, see :func:`kvretain.select.signatures.mean_values`."""
+        return mean_values(values, normalise_heads=self.normalise_heads)
+
+    def select(
+        self,
+        scores: Tensor,
+        keep: int,
+        *,
+        protected: Tensor,
+        positions: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:
+        """Indices ``(..., keep)`` int64, ascending; ``positions`` only say what is padding (-1)."""
+        if values is None:
+            raise ValueError("the selector 'diverse' compares value vectors: give values=")
+        real = (scores > -torch.inf) | protected
+        if positions is not None:
+            real = real & (positions >= 0)
+        return select_diverse(
+            scores.masked_fill(~real, -torch.inf),
+            unit_signatures(values, centre=self.centre, valid=real),
+            keep,
+            weight=self.weight,
+            protected=protected,
+            redundancy=self.redundancy,
+            protected_count_as_chosen=self.protected_count_as_chosen,
+            standardise=self.standardise,
+        )
