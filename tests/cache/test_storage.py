@@ -343,7 +343,12 @@ def test_integrity_in_any_order_of_calls(policy, name, options, operations, seed
                     new[2, : size - 1] = 0
                 mask = torch.cat([mask, new], 1)
                 ids = tokens(seed + 31 * number + repeat, 3, size)
-                logits = forward(net, ids, cache, mask=mask)
+                try:
+                    logits = forward(net, ids, cache, mask=mask)
+                except ValueError as error:
+                    assert "window" in str(error), error  # a context too short for the scorer's window
+                    mask = mask[:, :-size]
+                    break
                 assert bool(logits[new.bool()].isfinite().all())
                 naive.record(size)
                 check(cache, mask, naive)
