@@ -128,6 +128,11 @@ class Policy:
         """Whether all layers choose together, when the last one is done."""
         return self.scope in ("model", "aligned", "model-heads")
 
+    def shares_as_widely_as(self, other: Policy) -> bool:
+        """Whether all heads and layers that hold the same entries under ``other`` do so under this policy, too."""
+        wider = {"layer": ("layer", "model"), "aligned": ("aligned", "model"), "model": ("model",)}
+        return self.scope in wider.get(other.scope, SCOPES)
+
     @property
     def deferred(self) -> bool:
         """Whether evictions wait for the end of the pass: all layers choose together, or the tokens are replayed."""

@@ -157,3 +157,41 @@ def test_an_empty_cache_stays_empty(llama) -> None:
     cache = RetentionCache.for_model(llama, "full")
     cache.compress("knorm", budget=4)
     assert len(cache.trace) == 0 and cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    "own,other,fits",
+    [
+        ("keydiff@model", "keydiff", False),
+        ("keydiff@model", "keydiff@layer", False),
+        ("keydiff@model", "keydiff@aligned", False),
+        ("keydiff@model", "random@model", True),
+        ("keydiff@layer", "keydiff", False),
+        ("keydiff@layer", "keydiff@aligned", False),
+        ("keydiff@layer", "keydiff@model", True),
+        ("keydiff@aligned", "keydiff@layer", False),
+        ("keydiff@aligned", "keydiff@model", True),
+        ("keydiff", "keydiff@layer", True),
+    ],
+)
+def test_entries_that_are_chosen_together_later_stay_together(llama, own, other, fits) -> None:
+    cache = RetentionCache.for_model(llama, own, budget=30)
+    forward(llama, tokens(0, 1, 24), cache)
+    if not fits:
+        with pytest.raises(ValueError, match="choose one set for all of them"):
+            cache.compress(other, budget=12)
+        assert cache._retained[0].kept == 24
+        return
+    cache.compress(other, budget=12)
+    forward(llama, tokens(1, 1, 40), cache)  # evicts by the cache's own policy
+    cache.check_integrity()
+    sets = [layer.positions[0] for layer in cache._retained]
+    if cache.policy.scope == "model":
+        assert all(torch.equal(row, sets[0][0]) for layer in sets for row in layer)
+
+
+def test_a_recording_that_evicts_nothing_takes_any_scope(llama) -> None:
+    cache = RetentionCache.for_model(llama, "keydiff@model", ratio=0)
+    forward(llama, tokens(0, 1, 24), cache)
+    cache.compress("keydiff", budget=12)
+    assert cache._retained[0].kept == 12

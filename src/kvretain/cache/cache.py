@@ -282,8 +282,9 @@ class RetentionCache(Cache, tap.Follower):
                 included.
 
         Raises:
-            ValueError: what :meth:`for_model` refuses; queries or attention that ``policy`` needs and this cache's own
-                policy does not collect; an unfinished pass. Nothing has changed then.
+            ValueError: what :meth:`for_model` refuses; heads or layers that would keep different entries where the
+                cache's own policy chooses one set for them later; queries or attention that ``policy`` needs and this
+                cache's own policy does not collect; an unfinished pass. Nothing has changed then.
 
         Example:
             >>> cache = RetentionCache.for_model(model, "snapkv", ratio=0)      # doctest: +SKIP
@@ -299,6 +300,13 @@ class RetentionCache(Cache, tap.Follower):
             raise ValueError(
                 f"the policy {str(policy)!r} keeps unequal numbers of entries, for which a cache of the policy "
                 f"{str(self.policy)!r} has no storage: make the cache with {str(policy)!r} and ratio=0"
+            )
+        evicts = self._session.budget is not None and self._session.budget.ratio != 0
+        if evicts and not policy.shares_as_widely_as(self.policy):
+            raise ValueError(
+                f"the policy {str(policy)!r} lets heads or layers keep different entries, but later evictions of this "
+                f"cache, by {str(self.policy)!r}, choose one set for all of them: compress with the scope "
+                f"@{self.policy.scope}, or make the cache with ratio=0"
             )
         limit = Budget(budget, ratio, sinks=sinks, recent=recent)
         collected, window = self.policy.needs, own.window if own else 0
