@@ -1,6 +1,18 @@
 """The commands of ``kvretain``, one file each: options, tables and progress bars; the work is in what they import."""
 
-from . import ask, calibrate, demo, evaluate, observe, policies, report, train_gate
+from . import ask, calibrate, demo, evaluate, observe, plan, policies, report, study, train_gate
 from .shared import app
 
-__all__ = ["app", "ask", "calibrate", "demo", "evaluate", "observe", "policies", "report", "train_gate"]
+__all__ = [
+    "app",
+    "ask",
+    "calibrate",
+    "demo",
+    "evaluate",
+    "observe",
+    "plan",
+    "policies",
+    "report",
+    "study",
+    "train_gate",
+]

@@ -7,6 +7,7 @@ accidents and good intentions, not from fraud.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -38,8 +39,9 @@ SAME = "what is confirmed is what was tuned"
 WHOLE = "the choice rests on the whole development split"
 
 
+@functools.cache
 def code_hash() -> str:
-    """Of the package's version and source files."""
+    """Of the package's version and source files, as they were at the first call: what this process runs."""
     root = Path(kvretain.__file__).parent
     digest = hashlib.sha256(kvretain.__version__.encode())
     for path in sorted(root.rglob("*.py")):
@@ -56,8 +58,7 @@ def environment(plan: Plan) -> dict[str, str]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            extra = "cli" if name in ("torch", "transformers") else "study"
-            raise ImportError(f'this study needs {name}: pip install "kvretain[{extra}]"') from None
+            found[name] = "absent"
     return found
 
 

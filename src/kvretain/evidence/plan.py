@@ -48,6 +48,16 @@ from .splitting import split
 T = TypeVar("T")
 
 
+def _one_of(name: str, value: Any, valid: Iterable[str]) -> None:
+    if value not in (valid := list(valid)):
+        raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
 @dataclass(frozen=True)
 class Problem:
     """A problem of a study.
@@ -558,13 +568,3 @@ def _table(where: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a table, not {value!r}")
     return value
-
-
-def _one_of(name: str, value: Any, valid: Iterable[str]) -> None:
-    if value not in (valid := list(valid)):
-        raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")

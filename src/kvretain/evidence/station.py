@@ -104,9 +104,7 @@ class Station:
         index = unit.problem.index
         made = build_needle(self.source, task.task, index, tokens=task.length, seed=task.seed, depth=depth)
         case = Case(unit.policy, budget=unit.budget)
-        (row,) = measure_streamed(
-            self.model, self.tokenizer, made, [case], chunk=task.chunk, every=unit.cache.every
-        )
+        (row,) = measure_streamed(self.model, self.tokenizer, made, [case], chunk=task.chunk, every=unit.cache.every)
         verdict = str(Verdict.RIGHT if row.exact else Verdict.WRONG)
         return {
             "verdict": verdict,
@@ -264,7 +262,7 @@ def _ray(plan: Plan, units: Sequence[Unit], workers: int, threads: int) -> Itera
         ray.init(log_to_driver=False, include_dashboard=False)
     # An actor takes one GPU where the cluster has any, and one CPU slot otherwise.
     gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
-    actor = ray.remote(num_cpus=threads, num_gpus=gpus)(Station)
+    actor: Any = ray.remote(num_cpus=threads, num_gpus=gpus)(Station)
     stations = [actor.remote(plan, rank=0 if gpus else rank, threads=threads) for rank in range(workers)]
     left = iter(units)
     pending = {station.work.remote(unit): station for station, unit in zip(stations, left, strict=False)}

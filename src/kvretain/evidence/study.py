@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..policy import Policy
+from .grading import INSTALL
 from .lock import FIXED, ONE_CHOICE, SAME, WHOLE, BrokenPromise, Lock, changed, facts
-from .plan import Candidate, Plan, Problem, parse_plan, read_plan
+from .plan import Candidate, Problem, parse_plan, read_plan
 from .power import Design, estimate_noise, minimum_detectable
 from .units import Record, Results, Unit, digest_of, units_of
 
@@ -58,11 +60,13 @@ def next_budget(tried: Mapping[int, float], target: float, tolerance: float, sta
             return None
         share = (target - below[low]) / (above[high] - below[low])
         return min(max(low + round(share * (high - low)), low + 1), high - 1)
+    # One side only: as if the mean grew by one entry a budget, or as it did between the two nearest.
+    near = sorted(tried, key=lambda budget: abs(tried[budget] - target))[:2]
+    slope = (tried[near[0]] - tried[near[1]]) / (near[0] - near[1]) if len(near) == 2 else 1.0
+    step = round(abs(target - tried[near[0]]) / max(slope, 0.25))
     if below:
-        nearest = max(below)
-        return nearest + max(1, round(target - below[nearest]))
-    nearest = min(above)
-    return max(1, nearest - max(1, round(above[nearest] - target))) if nearest > 1 else None
+        return max(below) + max(1, step)
+    return max(1, min(above) - max(1, step)) if min(above) > 1 else None
 
 
 def best_budget(tried: Mapping[int, float], target: float, tolerance: float) -> int | None:
@@ -158,8 +162,9 @@ class Study:
     def base(self) -> str:
         """Hash of what all runs share: data, code, environment and settings, without the list of arms and budgets."""
         kept = {n: v for n, v in self.lock.content["facts"].items() if n != "plan"}
-        plan = self.plan
-        return digest_of([kept, repr(plan.workload), plan.dtype, plan.device])
+        # Files count by their content, which is in the facts, and not by the place from which the command is run.
+        task = {n: v for n, v in vars(self.plan.workload).items() if n not in ("file", "text")}
+        return digest_of([kept, self.plan.workload.kind, task, self.plan.dtype, self.plan.device])
 
     @property
     def frozen(self) -> dict[str, Any] | None:
@@ -191,6 +196,8 @@ class Study:
         strange = [p.name for p in self.folder.glob("*") if p.name not in ("development", ".busy")]
         if not self.lock and strange:
             raise ValueError(f"{self.folder} is not empty and holds no study ({strange[0]}): use another folder, --out")
+        if self.plan.workload.kind == "maths" and importlib.util.find_spec("math_verify") is None:
+            raise ImportError(INSTALL)
         development, heldout = self.plan.split.sides(self.problems)
         now = facts(self.plan, self.text, self.problems)
         before = self.lock.content.get("facts")
@@ -333,7 +340,7 @@ class Study:
                 tried = ", ".join(f"{mean:.1f} at budget {size}" for size, mean in cell["tried"].items())
                 raise ValueError(
                     f"the arm {arm!r} cannot reach the baseline's mean cache: {cell['target']:.1f} entries are needed "
-                    f"within {self.plan.tolerance:.1%} ({cell['model']}, budget {cell['budget']}), measured were {tried}. "
+                    f"within {self.plan.tolerance:.1%} ({cell['model']}, budget {cell['budget']}); measured: {tried}. "
                     "What was measured is kept; change the arm in the plan (another cadence or policy), run "
                     "`kvretain study init` and `tune` again"
                 )
@@ -354,11 +361,11 @@ class Study:
             "weights": records[0][0].weights,
         }
         if match.own is not None:
-            right = [[record.right for record in side] for side in records]
+            right = tuple([record.right for record in side] for side in records)
             cell["baseline"], cell["accuracy"] = mean_of(right[0]), mean_of(right[1])
             cell["gain"] = cell["accuracy"] - cell["baseline"]
             clusters = [record.problem for record in records[0]]
-            cell["discordant"], cell["correlation"] = estimate_noise(*right, clusters)
+            cell["discordant"], cell["correlation"] = estimate_noise(right[0], right[1], clusters)
         return cell
 
     # freeze
@@ -383,13 +390,15 @@ class Study:
             budgets = [[cell["model"], cell["budget"], cell["own"]] for cell in best["cells"]]
             choice[arm] = {name: best[name] for name in ("label", "values", "policy", "gain")} | {"budgets": budgets}
         weights: dict[str, str] = {}
-        for record in results.all():
+        used = [
+            self.units("development", m.model, m.candidate, size) for m in self.matches(results) for size in m.tried
+        ]
+        for record in (record for units in used for record in results.of(units)):
             if weights.setdefault(record.model, record.weights) != record.weights:
                 raise ValueError(
                     f"the weights of {record.model} changed during `tune`: pin them to a folder and tune again in "
                     "another folder (--out)"
                 )
-        weights = {model: weights[model] for model in self.plan.models}
         frozen = {"rule": RULE, "choice": choice, "table": table, "weights": weights}
         self.lock.save(command, frozen=frozen)
         return frozen
