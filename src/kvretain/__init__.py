@@ -17,7 +17,7 @@ from .select.coverage import coverage
 
 if TYPE_CHECKING:
     from . import evidence
-    from .cache import CacheView, RetentionCache, Trace
+    from .cache import CacheView, CompiledDecoding, RetentionCache, Trace
     from .distil import train_gate
     from .models import load_model
 
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheView",
+    "CompiledDecoding",
     "Policy",
     "Refiner",
     "RetentionCache",
@@ -53,7 +54,7 @@ def __getattr__(name: str) -> Any:
     # What needs transformers, or is seldom needed, is imported on first use.
     if name == "evidence":
         return importlib.import_module(".evidence", __name__)
-    if name in ("RetentionCache", "CacheView", "Trace"):
+    if name in ("RetentionCache", "CacheView", "CompiledDecoding", "Trace"):
         from . import cache
 
         return getattr(cache, name)

@@ -129,7 +129,7 @@ def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:
     scores = policy.scorer.nonnegative(scores, view.candidates)
     if isinstance(ratio, Tensor):
         ratio = ratio.to(scores.device)
-    return policy.refiner.refine(scores, ratio, positions=view.positions, protected=~view.candidates)
+    return policy.refiner.refine(scores, ratio, positions=view.positions, protected=view.closed)
 
 
 def _select(

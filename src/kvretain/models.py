@@ -143,6 +143,27 @@ def load_model(
     return model.eval(), tokenizer
 
 
+def load_config(name_or_path: str = EMBEDDED, *, progress: Progress = say) -> Any:
+    """The configuration of a model that :func:`load_model` would load; no weights are read, except from a GGUF file.
+
+    Raises:
+        FileNotFoundError, RuntimeError, ImportError: as :func:`load_model`.
+    """
+    source, options = _locate(name_or_path)
+    require("transformers", *(["gguf"] if options else []))
+    if source in PACKAGED:
+        source = str(packaged_folder(source, progress))
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, **options)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"cannot load the configuration of {name_or_path!r}: {reason} (the embedded model is {EMBEDDED!r})"
+        ) from error
+
+
 def parse_dtype(name: str) -> torch.dtype:
     """The torch floating-point type called ``name``.
 

@@ -425,6 +425,36 @@ def test_positions_must_ascend(positions):
         hub_refine(torch.rand(1, 4), 0.9, positions=torch.tensor(positions))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_negative_zeros_are_zeros(dtype):
+    scores = torch.tensor([[0.5, -0.0, -0.0, 0.25, -0.0, 0.0]], dtype=dtype)
+    assert torch.equal(hub_refine(scores, 0.5), hub_refine(scores.abs(), 0.5))
+
+
+def test_what_stands_at_protected_entries_is_never_read():
+    scores, protected = torch.rand(2, 3, 40), torch.rand(2, 3, 40) < 0.3
+    wild = scores.masked_fill(protected, math.nan)
+    refined, expected = (hub_refine(s, 0.7, protected=protected) for s in (wild, scores))
+    assert bool(refined[protected].isnan().all()) and torch.equal(refined[~protected], expected[~protected])
+
+
+def test_expanded_masks_and_positions_equal_dense_ones():
+    scores, positions = torch.rand(2, 4, 60), torch.randint(1, 4, (2, 1, 60)).cumsum(-1).expand(2, 4, 60)
+    protected = (torch.rand(2, 1, 60) < 0.2).expand(2, 4, 60)
+    expanded = hub_refine(scores, 0.7, positions=positions, protected=protected)
+    assert torch.equal(
+        expanded, hub_refine(scores, 0.7, positions=positions.contiguous(), protected=protected.contiguous())
+    )
+
+
+def test_a_window_wider_than_the_sequence_spans_gaps():
+    """Three entries, 3 positions apart, in a window of 13: all are neighbours, across two slots."""
+    refined = hub_refine(
+        torch.tensor([[1.0, 3.0, 2.0]]), 0.5, kernel=13, calibrate=False, positions=torch.arange(3) * 3
+    )
+    assert refined.tolist() == [[0.875, 3.0, 1.75]]
+
+
 # --- other readings -------------------------------------------------------------------------------
 
 

@@ -6,7 +6,10 @@ import dataclasses
 import doctest
 import importlib
 import math
+import os
 import statistics
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
@@ -519,3 +522,43 @@ def test_it_is_flat_and_frozen():
     }
     text = "keydiff/diverse(weight=0.25, centre=True)@model(combine='max')"
     assert str(Policy.parse(text)) == text
+
+
+KERNEL = """
+import torch
+from kvretain.select import _picking, diverse
+
+for size, dtype in ((1, torch.float32), (37, torch.float32), (64, torch.bfloat16)):
+    generator = torch.Generator().manual_seed(size)
+    worth = torch.randn(5, size, generator=generator).to(dtype).double().mul_(2).round_().div_(2)
+    worth[1, size // 2 :] = -torch.inf
+    vectors = torch.nn.functional.normalize(torch.randn(5, size, 8, generator=generator), dim=-1)
+    vectors[2] = vectors[2, :1]  # all alike: nothing but ties
+    seeds = torch.rand(5, size, generator=generator) < torch.tensor([0.0, 0.2, 0.2, 0.5, 0.0])[:, None]
+    worth.masked_fill_(seeds, -torch.inf)
+    beside = diverse._Products(vectors, worth, 0.5)
+    now = beside.least(seeds)
+    pick = torch.where(now == torch.inf, worth, now).argmax(-1)
+    loop = diverse._picks_from(beside.table, now.clone(), pick, size)
+    kernel = _picking.picks_from(beside.table, now, pick, size)
+    assert kernel.shape == (5, size) and torch.equal(kernel, loop), (size, kernel, loop)
+print("equal")
+"""
+
+
+def test_the_kernel_picks_what_the_loop_picks():
+    """In Triton's interpreter, on a CPU; ties, padding and rows of unequal room included. How Triton runs kernels is
+    settled when it is imported, hence the process of its own."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "equal\n", done.stderr
+
+
+def test_one_row_alone_picks_what_it_picks_among_others():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(6, 50, generator=generator)
+    vectors = torch.nn.functional.normalize(torch.randn(6, 50, 8, generator=generator), dim=-1)
+    together = select_diverse(scores, vectors, 20)
+    alone = [select_diverse(scores[row], vectors[row], 20) for row in range(6)]
+    assert torch.equal(together, torch.stack(alone))

@@ -10,7 +10,7 @@ from typing import Any
 
 from .view import CacheView
 
-__all__ = ["CacheView", "RetentionCache", "Trace"]
+__all__ = ["CacheView", "CompiledDecoding", "RetentionCache", "Trace"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +18,10 @@ def __getattr__(name: str) -> Any:
         from .cache import RetentionCache
 
         return RetentionCache
+    if name == "CompiledDecoding":
+        from .compiled import CompiledDecoding
+
+        return CompiledDecoding
     if name == "Trace":
         from .trace import Trace
 

@@ -135,6 +135,23 @@ class RetentionLayer(CacheLayerMixin):
         """Slots to reserve for decoding when ``target`` entries fit the budget."""
         return max(target, self._filled) + (self.session.budget.every if self.session.budget else 128)
 
+    def fix(self, capacity: int) -> None:
+        """Makes the storage at least ``capacity`` entries long."""
+        assert self._keys is not None
+        if self._keys.shape[2] < capacity:
+            self._reserve(capacity)
+
+    @property
+    def storage(self) -> tuple[Tensor, Tensor]:
+        """Keys ``(B, H, capacity, D)`` and values, empty slots included."""
+        assert self._keys is not None and self._values is not None
+        return self._keys, self._values
+
+    def extend(self, columns: int) -> None:
+        """Counts ``columns`` new entries that were written into the storage from outside."""
+        self._filled += columns
+        self.seen += columns
+
     @property
     def settled(self) -> bool:
         """Whether the layer has evicted in the pass under way."""
@@ -355,7 +372,7 @@ class RetentionLayer(CacheLayerMixin):
         session, (keys, values) = self.session, self._all()
         assert session.plan is not None
         batch, device, plan = keys.shape[0], keys.device, session.plan
-        positions, seen = self.positions, session.columns.counts(batch, device)
+        positions, seen = self._positions_shared(), session.columns.counts(batch, device)
         sinks, recent = (torch.tensor(n, device=device)[:, None, None] for n in (plan.sinks, plan.recent))
         protected = (positions < sinks) | (positions >= seen[:, None, None] - recent)
         if plan.prompt:
@@ -365,11 +382,11 @@ class RetentionLayer(CacheLayerMixin):
         return CacheView(
             keys=keys,
             values=values,
-            positions=positions,
+            positions=positions.expand(-1, keys.shape[1], -1),
             seen=seen,
             budget=max(plan.counts) if isinstance(plan.counts, tuple) else plan.counts,
             budgets=plan.counts if isinstance(plan.counts, tuple) else None,
-            protected=protected & (positions >= 0),
+            protected=(protected & (positions >= 0)).expand(-1, keys.shape[1], -1),
             queries=None if self._window is None else self._window[:, :, order],
             query_valid=None if self._window_valid is None else self._window_valid[:, order],
             **self._named_numbers(),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..rope import Rope
+from ..slots import unexpanded
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,17 @@ class CacheView:
     @property
     def valid(self) -> Tensor:
         """``(B, H, N)`` bool: real entries, i.e. not padding."""
-        return self.positions >= 0
+        return (unexpanded(self.positions) >= 0).expand_as(self.positions)
 
     @property
     def candidates(self) -> Tensor:
         """``(B, H, N)`` bool: entries that may be evicted by score (real and not protected)."""
-        return self.valid & ~self.protected
+        return (unexpanded(self.valid) & ~unexpanded(self.protected)).expand_as(self.positions)
+
+    @property
+    def closed(self) -> Tensor:
+        """``(B, H, N)`` bool: the others (protected or padding)."""
+        return (~unexpanded(self.candidates)).expand_as(self.positions)
 
     def logits(self, queries: Tensor) -> Tensor:
         """Attention logits ``(B, H, G, W, N)`` float32 of ``queries (B, Hq, W, D)``; ``G`` query heads a group. No

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..slots import pack, pack_index
+from ..slots import pack, pack_index, unexpanded
 from ._common import between, broadcasts, check_kernel, check_scores, check_share, gate_of
 from .base import Refiner, refiners
 
@@ -94,10 +94,10 @@ def hub_refine(
     precise = scores if scores.dtype == torch.float64 else scores.to(torch.float32)
     whole = torch.int64 if precise.dtype == torch.float64 else torch.int32
     bits = precise.view(whole)
-    excluded = None if protected is None else _unexpanded(protected)
+    excluded = None if protected is None else unexpanded(protected)
     gaps = (1, 1)
     if positions is not None and positions.numel():
-        positions = _unexpanded(positions)
+        positions = unexpanded(positions)
         gaps, padded = _gaps(positions)
         if padded:
             excluded = positions < 0 if excluded is None else (positions < 0) | excluded
@@ -117,20 +117,15 @@ def hub_refine(
     other_factor = 1 - gate * (1 - discount * weight)
     other_factor = (other_factor - hub_factor) + hub_factor
     hub_bits = hub_factor.view(whole)
+    swap = hub_bits ^ other_factor.view(whole)
     factor = _beaten(open_bits, kernel // 2, positions, gaps, included, neighbours == "hub")
-    factor.bitwise_and_(hub_bits ^ other_factor.view(whole)).bitwise_xor_(hub_bits)
-    if included is not None:
+    if included is None:
+        factor.bitwise_and_(swap).bitwise_xor_(hub_bits)
+    else:
+        # The factor of an excluded entry is 1.
         one = precise.new_ones(()).view(whole)
-        factor.bitwise_xor_(one).bitwise_and_(included).bitwise_xor_(one)
+        factor.bitwise_and_(swap).bitwise_xor_(hub_bits ^ one).bitwise_and_(included).bitwise_xor_(one)
     return factor.view(precise.dtype).mul_(precise).to(scores.dtype)
-
-
-def _unexpanded(tensor: Tensor) -> Tensor:
-    """``tensor`` with its expanded dimensions back at 1, so that nothing is computed twice."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride(), strict=False)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def _gaps(positions: Tensor) -> tuple[tuple[int, int], bool]:

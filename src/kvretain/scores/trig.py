@@ -21,6 +21,9 @@ OFFSETS = tuple(2**power for power in range(17))
 
 AGGREGATES = ("mean", "max")
 
+_BLOCK = 512
+"""Keys per head that a CPU has in hand."""
+
 
 def trig_scores(
     keys: Tensor,
@@ -76,7 +79,7 @@ def trig_scores(
     """
     _check(keys, query_mean, query_abs_mean, inv_freq, offsets, distance or norm, aggregate)
     batch, heads, count, _ = keys.shape
-    device = keys.device
+    pairs, device = keys.shape[3] // 2, keys.device
     mean, absolute = query_mean.to(device, torch.complex64), query_abs_mean.to(device, torch.float32)
     scaling = torch.as_tensor(attention_scaling, dtype=torch.float32, device=device)
     vectors: tuple[Tensor, ...] = ()
@@ -85,19 +88,31 @@ def trig_scores(
         if aggregate == "mean":
             turns = turns.mean(1, keepdim=True)
         ahead = scaling * mean * turns.to(device, torch.complex64)[:, :, None]  # (B or 1, O or 1, Hq, D / 2)
-        vectors = torch.cat([ahead.real, ahead.imag], -1).unflatten(2, (heads, -1)).unbind(1)
-    weights = (scaling * (absolute - mean.abs() if concentration else absolute)).unflatten(0, (heads, -1))
-    scores = torch.empty(batch, heads, len(mean) // heads, count, device=device)
+        vectors = torch.cat([ahead.real, ahead.imag], -1).unbind(1)
+    # Per KV head, rows of dot products: (D, G) as a transposed view is the layout that few columns are fastest in.
+    vectors = tuple(_per_head(vector, batch, heads) for vector in vectors)
+    weights = _per_head((scaling * (absolute - mean.abs() if concentration else absolute))[None], batch, heads)
+    scores = torch.empty(batch * heads, len(mean) // heads, count, device=device)
     # A CPU is fastest while what is in hand fits its cache.
-    block = 512 if device.type == "cpu" else max(count, 1)
-    for start in range(0, count, block):
-        part = keys[:, :, start : start + block].to(torch.float32)
-        terms = [torch.matmul(vector, part.transpose(-1, -2)) for vector in vectors]
-        total = reduce(torch.maximum, terms) if terms else 0.0
-        if norm:
-            total = total + torch.matmul(weights, torch.hypot(*part.chunk(2, -1)).transpose(-1, -2))
-        scores[..., start : start + block] = total
-    return scores.flatten(1, 2)
+    block = min(_BLOCK if device.type == "cpu" else count, count)
+    buffer = torch.empty(batch * heads, block, pairs, device=device) if norm else None
+    for start in range(0, count, max(block, 1)):
+        part = keys[:, :, start : start + block].to(torch.float32).reshape(batch * heads, -1, 2 * pairs)
+        terms = [torch.bmm(part, vector) for vector in vectors]
+        total = reduce(torch.maximum, terms) if terms else None
+        if buffer is not None:
+            one, other = part.split(pairs, -1)
+            lengths = torch.mul(one, one, out=buffer[:, : part.shape[1]]).addcmul_(other, other).sqrt_()
+            total = torch.bmm(lengths, weights) if total is None else total.baddbmm_(lengths, weights)
+        assert total is not None
+        scores[..., start : start + block] = total.transpose(1, 2)
+    return scores.view(batch, len(mean), count)
+
+
+def _per_head(vectors: Tensor, batch: int, heads: int) -> Tensor:
+    """``(B or 1, Hq, D)`` as ``(B * H, D, G)``, a transposed view."""
+    grouped = vectors.unflatten(1, (heads, -1)).expand(batch, -1, -1, -1)
+    return grouped.reshape(batch * heads, *grouped.shape[2:]).transpose(1, 2)
 
 
 def _turns(inv_freq: Tensor, next_position: int | Tensor, offsets: Sequence[int], device: torch.device) -> Tensor:

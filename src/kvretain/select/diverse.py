@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -100,81 +103,130 @@ def select_diverse(
     if not len(steps):
         return plain
     seeds = flat_guarded if protected_count_as_chosen else torch.zeros_like(flat_guarded)
-    order = _picks(worth, _Cosines(vectors), seeds, len(steps), float(weight), redundancy)
+    order = _picks(worth, vectors, seeds, len(steps), float(weight), redundancy)
     # Rows that were full earlier have gone on picking; an extra column takes what they do not want.
     order = order.masked_fill(steps >= room[:, None], size)
     chosen = torch.zeros(len(worth), size + 1, dtype=torch.bool, device=worth.device).scatter_(-1, order, True)
     return select_topk(scores, keep, protected=chosen[:, :size].reshape(scores.shape) | guarded)
 
 
-def _picks(worth: Tensor, cosines: _Cosines, seeds: Tensor, count: int, weight: float, redundancy: str) -> Tensor:
+def _picks(worth: Tensor, vectors: Tensor, seeds: Tensor, count: int, weight: float, redundancy: str) -> Tensor:
     """``count`` greedy picks of every row, in order, ``(R, count)``, from ``worth (R, N)``, -inf where closed."""
-    plain, picks = worth.clone(), []
-    if redundancy == "max":
-        # w * max(a, b) = max(w * a, w * b), in floating point, too.
-        penalty = weight * cosines.largest(seeds)
-        # -inf where nothing is chosen yet: then the first pick is by score alone.
-        now = torch.where(penalty == -torch.inf, worth, worth - penalty)
-        for _ in range(count):
-            pick = now.argmax(-1)  # the first of equal maxima
-            picks.append(pick)
-            plain.scatter_(-1, pick[:, None], -torch.inf)
-            torch.maximum(penalty, cosines.of(pick).mul_(weight), out=penalty)
-            torch.sub(plain, penalty, out=now)
-    else:
-        total, chosen = cosines.total(seeds), seeds.sum(-1, keepdim=True)
-        for step in range(count):
-            pick = (plain - weight * (total / (chosen + step).clamp_min(1))).argmax(-1)
-            picks.append(pick)
-            plain.scatter_(-1, pick[:, None], -torch.inf)
-            total += cosines.of(pick)
+    if redundancy == "mean":
+        return _picks_by_mean(worth, _Products(vectors), seeds, count, weight)
+    # Subtraction is monotone in floating point, too: what an entry is worth beside all that are chosen is the least of
+    # what it is worth beside each.
+    beside = _Products(vectors, worth, weight)
+    now = beside.least(seeds)
+    # +inf where nothing is chosen yet: the first pick is by score alone.
+    pick = torch.where(now == torch.inf, worth, now).argmax(-1)
+    if beside.table is not None:
+        return _picks_from(beside.table, now, pick, count)
+    picks = [pick]
+    while len(picks) < count:
+        # Beside itself, an entry is not chosen again.
+        torch.minimum(now, beside.of(pick).scatter_(-1, pick[:, None], -torch.inf), out=now)
+        pick = now.argmax(-1)  # the first of equal maxima
+        picks.append(pick)
     return torch.stack(picks, -1)
 
 
-class _Cosines:
-    """Inner products of each row's ``vectors (R, N, D)``, as a table if it is small enough."""
+def _picks_from(beside: Tensor, now: Tensor, pick: Tensor, count: int) -> Tensor:
+    """Picks ``(R, count)``, of which ``pick (R,)`` is the first: after each, ``now (R, N)`` falls to what entries are
+    worth beside it, row ``pick`` of ``beside (R, N, N)``, where that is less; the largest is next."""
+    beside.diagonal(dim1=1, dim2=2).fill_(-torch.inf)  # beside itself, an entry is not chosen again
+    rows, size = now.shape
+    if now.is_cuda and (kernel := _kernel()) is not None and size <= kernel.WIDEST:
+        return kernel.picks_from(beside, now, pick, count)
+    if rows == 1 and now.device.type == "cpu":
+        # Plain numbers index a list faster than tensors index a tensor.
+        own, others, picks = now[0], beside[0].unbind(), pick.tolist()
+        while len(picks) < count:
+            torch.minimum(own, others[picks[-1]], out=own)
+            picks.append(own.argmax().item())
+        return torch.tensor([picks])
+    flat, first = beside.flatten(0, 1), torch.arange(0, rows * size, size, device=now.device)
+    order = pick.expand(count, -1).clone()
+    index, found = torch.empty_like(first), torch.empty_like(now)
+    for last, following in itertools.pairwise(order.unbind()):
+        torch.add(first, last, out=index)
+        torch.index_select(flat, 0, index, out=found)
+        torch.minimum(now, found, out=now)
+        torch.argmax(now, -1, out=following)  # the first of equal maxima
+    return order.T
 
-    def __init__(self, vectors: Tensor) -> None:
-        self.vectors = vectors.to(torch.float64).mul(_GRID).round_().div_(_GRID)
+
+def _picks_by_mean(worth: Tensor, cosines: _Products, seeds: Tensor, count: int, weight: float) -> Tensor:
+    """As :func:`_picks`, for the mean cosine to the entries chosen."""
+    plain, picks = worth.clone(), []
+    total, chosen = cosines.total(seeds), seeds.sum(-1, keepdim=True)
+    for step in range(count):
+        pick = (plain - weight * (total / (chosen + step).clamp_min(1))).argmax(-1)
+        picks.append(pick)
+        plain.scatter_(-1, pick[:, None], -torch.inf)
+        total += cosines.of(pick)
+    return torch.stack(picks, -1)
+
+
+@functools.cache
+def _kernel() -> Any:
+    """:mod:`._picking`, if Triton is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import _picking
+
+    return _picking
+
+
+class _Products:
+    """Inner products of each row's ``vectors (R, N, D)``; with ``worth (R, N)``, what each entry is worth beside
+    another, ``worth - weight * product``. As a table ``(R, N, N)`` if it is small enough."""
+
+    def __init__(self, vectors: Tensor, worth: Tensor | None = None, weight: float = 1.0) -> None:
+        self.vectors = vectors.to(torch.float64).mul_(_GRID).round_().div_(_GRID)
+        self.worth, self.weight = worth, weight
         rows, size, _ = vectors.shape
         self.first = torch.arange(0, rows * size, size, device=vectors.device)
         self.table = self._with(self.vectors) if rows * size * size <= _TABLE else None
 
     def _with(self, others: Tensor) -> Tensor:
-        """Cosines ``(R, n, N)`` of ``others (R, n, D)``."""
+        """Rows ``(R, n, N)`` of the table for ``others (R, n, D)``."""
         if others.device.type != "cpu" or others.shape[1] == 1:
-            return torch.bmm(others, self.vectors.transpose(1, 2))
+            products = torch.bmm(others, self.vectors.transpose(1, 2))
+            return products if self.worth is None else products.mul_(-self.weight).add_(self.worth[:, None])
         # On a CPU core one product after the other takes half the time; both are exact.
         products = others.new_empty(*others.shape[:2], self.vectors.shape[1])
-        for row, (some, all_) in enumerate(zip(others, self.vectors, strict=True)):
-            torch.mm(some, all_.T, out=products[row])
+        for row, product in enumerate(products):
+            torch.mm(others[row], self.vectors[row].T, out=product)
+            if self.worth is not None:
+                product.mul_(-self.weight).add_(self.worth[row])
         return products
 
     def of(self, pick: Tensor) -> Tensor:
-        """Cosines ``(R, N)`` to one entry ``pick (R,)`` of each row."""
+        """Row ``pick (R,)`` of each table, ``(R, N)``."""
         index = self.first + pick
         if self.table is not None:
             return self.table.flatten(0, 1).index_select(0, index)
         return self._with(self.vectors.flatten(0, 1).index_select(0, index)[:, None])[:, 0]
 
-    def largest(self, seeds: Tensor) -> Tensor:
-        """The largest cosine to any of ``seeds (R, N)``, ``(R, N)``; -inf where there is none."""
-        best = torch.full(seeds.shape, -torch.inf, dtype=torch.float64, device=seeds.device)
+    def least(self, seeds: Tensor) -> Tensor:
+        """The least over the table's rows at ``seeds (R, N)``, ``(R, N)``; +inf where there is none."""
+        least = torch.full(seeds.shape, torch.inf, dtype=torch.float64, device=seeds.device)
         for part, some in self._blocks(seeds):
-            torch.maximum(best, part.masked_fill(~some[..., None], -torch.inf).amax(1), out=best)
-        return best
+            torch.minimum(least, part.masked_fill(~some[..., None], torch.inf).amin(1), out=least)
+        return least
 
     def total(self, seeds: Tensor) -> Tensor:
-        """The sum of cosines to all of ``seeds (R, N)``, ``(R, N)``."""
+        """The sum over the table's rows at ``seeds (R, N)``, ``(R, N)``."""
         total = torch.zeros(seeds.shape, dtype=torch.float64, device=seeds.device)
         for part, some in self._blocks(seeds):
             total += part.masked_fill(~some[..., None], 0.0).sum(1)
         return total
 
     def _blocks(self, seeds: Tensor, block: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cosines of stretches of entries that hold seeds, and which of them are seeds."""
-        for start in seeds.any(0).nonzero()[:, 0].div(block, rounding_mode="floor").unique().mul(block).tolist():
-            stretch = slice(start, start + block)
+        """Stretches of the tables' rows that hold seeds, and which of them are seeds."""
+        for number in sorted({entry // block for entry in seeds.any(0).nonzero()[:, 0].tolist()}):
+            stretch = slice(number * block, (number + 1) * block)
             part = self._with(self.vectors[:, stretch]) if self.table is None else self.table[:, stretch]
             yield part, seeds[:, stretch]
 

@@ -78,10 +78,8 @@ def _check_arguments(scores: Tensor, keep: int, protected: Tensor | None) -> int
     if protected is not None:
         if protected.dtype != torch.bool:
             raise ValueError(f"select_topk: protected must be bool, not {protected.dtype}")
-        try:
-            fits = torch.broadcast_shapes(protected.shape, scores.shape) == scores.shape
-        except RuntimeError:
-            fits = False
+        sizes = zip(protected.shape[::-1], scores.shape[::-1], strict=False)
+        fits = protected.ndim <= scores.ndim and all(own in (1, size) for own, size in sizes)
         if not fits or protected.shape[-1:] != scores.shape[-1:]:
             raise ValueError(
                 f"select_topk: protected of shape {tuple(protected.shape)} does not fit scores of shape "
