@@ -11,7 +11,8 @@ from .cache.view import CacheView
 from .policy import Policy
 from .scores import scorers
 from .select.allocate import compete
-from .select.scope import combine_heads, combine_layers, standardised
+from .select.scope import combine_heads, combine_layers
+from .zscores import standardised
 
 
 def choose(

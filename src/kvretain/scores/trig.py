@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
-from ..select.scope import standardised
+from ..zscores import standardised
 from ._common import check_choice
 from .base import Scorer, scorers
 

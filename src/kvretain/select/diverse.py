@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..zscores import standardised
 from .base import Selector, selectors
-from .scope import standardised
 from .signatures import mean_values, unit_signatures
 from .topk import select_topk
 

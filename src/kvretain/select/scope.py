@@ -7,19 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..zscores import standardised
+
 COMBINE = ("zscore", "mean", "max")
 """Ways to combine the heads of a layer, and layers."""
-
-
-def standardised(scores: Tensor, candidates: Tensor) -> Tensor:
-    """``scores (..., N)`` with mean 0 and standard deviation 1 over the ``candidates (..., N)`` of each row; 0
-    elsewhere.
-
-    Population standard deviation, at least 1e-6, as in TriAttention's code. What stands elsewhere is never read.
-    """
-    known, count = scores.masked_fill(~candidates, 0.0), candidates.sum(-1, keepdim=True).clamp_min(1)
-    centred = (known - known.sum(-1, keepdim=True) / count).masked_fill(~candidates, 0.0)
-    return centred / (centred.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)
 
 
 def combine_heads(scores: Tensor, candidates: Tensor, method: str = "zscore") -> Tensor:

@@ -1,7 +1,7 @@
 """TriAttention's three modes as functions on tensors: from scores per layer and query head to the sets that stay.
 
 Source: TriAttention, arXiv 2604.04921, and its code. Scores are those of :func:`kvretain.trig_scores`, with mean 0 and
-standard deviation 1 per query head (:func:`kvretain.select.scope.standardised`). In a cache the same sets come from
+standard deviation 1 per query head (:func:`kvretain.zscores.standardised`). In a cache the same sets come from
 scopes; equal scores go to the lowest index.
 """
 
