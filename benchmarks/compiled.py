@@ -16,27 +16,10 @@ import statistics
 import time
 
 import torch
+from long_run import small_model
 from torch._dynamo.utils import counters
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvretain import CompiledDecoding, RetentionCache, load_model
-
-
-def small_model() -> LlamaForCausalLM:
-    """4 layers, 8 query heads that share 2 key/value heads of 32 dimensions; random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=65_536,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def timed(step, token: torch.Tensor, count: int) -> float:

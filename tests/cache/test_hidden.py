@@ -21,8 +21,8 @@ from kvretain.observe.collect import collect, parse_scorer
 from kvretain.scores import FastKVzip
 
 from .models import MODELS, cache_argument, forward, left_padded, model, tokens
-from .oracle import Oracle, Recorder, compare, held, play
-from .test_oracle import SCRIPTS, agrees
+from .oracle import held, play
+from .test_oracle import SCRIPTS, agrees, agrees_in_beams
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,23 +89,7 @@ def test_cell(policy, name, situation):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("policy", ["fastkvzip", "fastkvzip@head"])
 def test_beams(policy, attention):
-    net = model("llama", attention=attention)
-    cache = RetentionCache.for_model(net, policy, budget=14, every=4)
-    ids, mask = left_padded([tokens(i, n) for i, n in enumerate((32, 25, 18))])
-    recorder = Recorder(cache, mask)
-    out = net.generate(
-        ids,
-        attention_mask=mask,
-        logits_processor=[recorder],
-        num_beams=3,
-        max_new_tokens=16,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **{cache_argument(net): cache},
-    )
-    assert compare(Oracle("llama"), recorder.steps(out.logits), atol=1e-4).evictions >= 2
-    cache.check_integrity()
+    agrees_in_beams(policy, attention)
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model", "shared", "model-heads"])

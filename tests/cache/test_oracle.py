@@ -179,6 +179,27 @@ def run(cell: Cell) -> list[Step]:
     return steps
 
 
+def agrees_in_beams(policy: str, attention: str = "sdpa") -> None:
+    """Beam search over a left-padded batch that evicts, on the tiny Llama: asserts that the oracle agrees."""
+    net = model("llama", attention=attention)
+    cache = RetentionCache.for_model(net, policy, budget=14, every=4)
+    ids, mask = left_padded([tokens(i, n) for i, n in enumerate((32, 25, 18))])
+    recorder = Recorder(cache, mask)
+    out = net.generate(
+        ids,
+        attention_mask=mask,
+        logits_processor=[recorder],
+        num_beams=3,
+        max_new_tokens=16,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **{cache_argument(net): cache},
+    )
+    assert compare(Oracle("llama"), recorder.steps(out.logits), atol=1e-4).evictions >= 2
+    cache.check_integrity()
+
+
 def agrees(policy: str, name: str, situation: str, attention: str | None = None) -> tuple[RetentionCache, list[Step]]:
     """Runs a script of :data:`SCRIPTS`, asserts that the oracle agrees, returns the cache and the record."""
     options, script = SCRIPTS[situation]

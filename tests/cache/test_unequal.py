@@ -9,9 +9,9 @@ import torch
 
 from kvretain import Policy, RetentionCache
 
-from .models import MODELS, cache_argument, forward, left_padded, model, tokens
-from .oracle import Oracle, Recorder, compare, held, play
-from .test_oracle import SCRIPTS, agrees, tolerance
+from .models import MODELS, forward, model, tokens
+from .oracle import Oracle, compare, held, play
+from .test_oracle import SCRIPTS, agrees, agrees_in_beams, tolerance
 
 SHARED = (
     "snapkv@shared(floor=0.2)",
@@ -62,23 +62,7 @@ def test_half_precision(policy, dtype):
 
 @pytest.mark.parametrize("policy", [SHARED[0], SHARED[3], PYRAMID[0]])
 def test_beams(policy):
-    net = model("llama")
-    cache = RetentionCache.for_model(net, policy, budget=14, every=4)
-    ids, mask = left_padded([tokens(i, n) for i, n in enumerate((32, 25, 18))])
-    recorder = Recorder(cache, mask)
-    out = net.generate(
-        ids,
-        attention_mask=mask,
-        logits_processor=[recorder],
-        num_beams=3,
-        max_new_tokens=16,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **{cache_argument(net): cache},
-    )
-    assert compare(Oracle("llama"), recorder.steps(out.logits), atol=1e-4).evictions >= 2
-    cache.check_integrity()
+    agrees_in_beams(policy)
 
 
 @pytest.mark.parametrize("policy", SHARED + PYRAMID)

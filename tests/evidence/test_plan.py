@@ -7,7 +7,8 @@ import pytest
 from evidence.studies import PLAN, write_plan
 
 from kvretain.evidence import split
-from kvretain.evidence.plan import Cache, Maths, Recall, parse_plan, read_plan
+from kvretain.evidence.plan import Cache, parse_plan, read_plan
+from kvretain.evidence.workloads import Maths, Recall
 
 HERE = Path(__file__).parents[2]
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import kvretain
 
-from .plan import Plan, Problem
+from .plan import Plan
 from .store import write_whole
 from .units import digest_of
+from .workloads import Problem
 
 NAME = "lock.json"
 

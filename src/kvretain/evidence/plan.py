@@ -8,8 +8,8 @@
     baseline = "topk"
 
     [arms]
-    topk = "keydiff@model"
-    diverse = "keydiff/diverse(weight={weight})@model"
+    topk = "keydiff@layer"
+    diverse = "keydiff/diverse(weight={weight})@layer"
 
     [grid]
     weight = [0.25, 0.5, 1.0]
@@ -35,154 +35,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from .. import data
 from ..cache.budget import Budget
 from ..models import check_model_name, parse_dtype
 from ..policy import Policy
-from ..tasks import maths
-from ..tasks.needles import NEEDLES
 from .splitting import split
+from .workloads import WORKLOADS, Problem, Recall, Workload, at_least, one_of
 
 T = TypeVar("T")
-
-
-def _one_of(name: str, value: Any, valid: Iterable[str]) -> None:
-    if value not in (valid := list(valid)):
-        raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A problem of a study.
-
-    Attributes:
-        id: what it is split by.
-        index: its place in the workload, from 0.
-        question, answer: of maths; the recall task makes its own from ``index``.
-    """
-
-    id: str
-    index: int
-    question: str = ""
-    answer: str = ""
-
-
-@dataclass(frozen=True)
-class Recall:
-    """Streamed recall: a needle in a text that is fed through the budget, asked for at the end.
-
-    Attributes:
-        task: one of :data:`~kvretain.tasks.needles.NEEDLES`.
-        problems: how many.
-        length: tokens of a context; ``chunk`` of a pass.
-        depth: needles begin between these shares of the context.
-        text: a file to take contexts from; by default the bundled chapter.
-        seed: chooses the problems.
-    """
-
-    kind: ClassVar[str] = "recall"
-    task: str = "single"
-    problems: int = 40
-    length: int = 384
-    chunk: int = 64
-    depth: tuple[float, ...] = (0.0, 1.0)
-    text: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _one_of("workload.task", self.task, NEEDLES)
-        for name in ("problems", "length", "chunk"):
-            _at_least(f"workload.{name}", getattr(self, name), 1)
-        if len(self.depth) != 2 or not 0 <= self.depth[0] <= self.depth[1] <= 1:
-            raise ValueError(f"workload.depth wants two shares in order, within [0, 1], not {list(self.depth)}")
-
-    @property
-    def files(self) -> list[str]:
-        """What it reads."""
-        return [] if self.text is None else [self.text]
-
-    def read_text(self) -> str:
-        """The text to take contexts from.
-
-        Raises:
-            ValueError: it is not UTF-8.
-        """
-        if self.text is None:
-            return data.chapter()
-        try:
-            return Path(self.text).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"workload.text {self.text} is not UTF-8 text") from None
-
-    def load(self) -> list[Problem]:
-        """All problems, in their order."""
-        return [Problem(f"{self.task}/{index}", index) for index in range(self.problems)]
-
-
-@dataclass(frozen=True)
-class Maths:
-    """Mathematical problems, answered by sampling and graded by equivalence.
-
-    Attributes:
-        name: one of :data:`~kvretain.tasks.maths.WORKLOADS`.
-        file: JSON or JSONL with its rows; by default from the hub.
-        problems: only the first so many; 0 is all.
-        prompt: with ``{question}``; by default :data:`~kvretain.tasks.maths.PROMPT`.
-        chat: put the prompt into the model's chat template.
-        temperature, top_p, max_length, seed: of generation; by default the workload's own
-            (:class:`~kvretain.tasks.maths.Sampling`).
-        proxy: also measure the likelihood of each reply under the full cache, which costs one pass over it.
-    """
-
-    kind: ClassVar[str] = "maths"
-    name: str
-    file: str | None = None
-    problems: int = 0
-    prompt: str = maths.PROMPT
-    chat: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    max_length: int | None = None
-    seed: int | None = None
-    proxy: bool = True
-
-    def __post_init__(self) -> None:
-        _one_of("workload.name", self.name, maths.WORKLOADS)
-        _at_least("workload.problems", self.problems, 0)
-        maths.prompt(maths.Problem("", "the question", ""), self.prompt)
-        if self.max_length is not None:
-            _at_least("workload.max_length", self.max_length, 2)
-
-    @property
-    def files(self) -> list[str]:
-        """What it reads."""
-        return [] if self.file is None else [self.file]
-
-    @property
-    def sampling(self) -> maths.Sampling:
-        """How replies are drawn."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "max_length", "seed")}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(maths.WORKLOADS[self.name].sampling, **chosen)
-
-    def load(self) -> list[Problem]:
-        """The problems, in the order of their file."""
-        found = maths.load_problems(self.name, self.file)
-        if self.problems > len(found):
-            raise ValueError(f"workload.problems asks for {self.problems}, but {self.name} has {len(found)}")
-        found = found[: self.problems or None]
-        return [Problem(p.id, index, p.question, p.answer) for index, p in enumerate(found)]
-
-
-Workload = Recall | Maths
-WORKLOADS: dict[str, type[Workload]] = {cls.kind: cls for cls in (Recall, Maths)}
 
 
 @dataclass(frozen=True)
@@ -294,8 +155,8 @@ class Statistics:
         for name in ("level", "power"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"statistics.{name} lies in (0, 1), not {getattr(self, name)}")
-        _at_least("statistics.resamples", self.resamples, 1)
-        _one_of("statistics.correction", self.correction, ["bonferroni"])
+        at_least("statistics.resamples", self.resamples, 1)
+        one_of("statistics.correction", self.correction, ["bonferroni"])
         if any(not 0 < share <= 1 for share in self.discordant):
             raise ValueError(f"statistics.discordant holds shares in (0, 1], not {list(self.discordant)}")
         if not 0 <= self.correlation <= 1:
@@ -379,14 +240,14 @@ class Plan:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must name at least one, and none twice: {list(values)}")
-        _at_least("samples", self.samples, 1)
+        at_least("samples", self.samples, 1)
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance is a share such as 0.01, not {self.tolerance}")
         if self.dtype is not None:
             parse_dtype(self.dtype)
         if unknown := set(self.required) - set(self.models):
             raise ValueError(f"required models {sorted(unknown)} are not among models {list(self.models)}")
-        _one_of("baseline", self.baseline, self.arms)
+        one_of("baseline", self.baseline, self.arms)
         if len(self.arms) < 2:
             raise ValueError("arms has only the baseline: name at least one arm to compare it with")
         if self.arms[self.baseline].fields:
@@ -517,7 +378,7 @@ def parse_plan(text: str, folder: Path) -> Plan:
     if "workload" in given:
         workload = dict(_table("workload", given["workload"]))
         kind = workload.pop("kind", None)
-        _one_of("workload.kind", kind, WORKLOADS)
+        one_of("workload.kind", kind, WORKLOADS)
         for name in ("file", "text"):
             if isinstance(workload.get(name), str):
                 workload[name] = str(folder / Path(workload[name]).expanduser())

@@ -14,7 +14,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,12 +79,7 @@ class Setting:
         Raises:
             ValueError: it is not UTF-8.
         """
-        if self.text is None:
-            return data.chapter()
-        try:
-            return Path(self.text).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"--text {self.text} is not UTF-8 text") from None
+        return data.read(self.text, "--text")
 
     def identity(self) -> dict[str, Any]:
         """What rows must share to be comparable: settings, contents of the files, and versions."""

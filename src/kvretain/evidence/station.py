@@ -24,10 +24,11 @@ from ..tasks.example import Source
 from ..tasks.needles import build_needle
 from .grading import Verdict, grade, grade_exact
 from .measure import Case, policy_of
-from .plan import Maths, Plan, Recall
+from .plan import Plan
 from .replay import forward
 from .stream import measure_streamed
 from .units import Record, Unit
+from .workloads import Maths, Recall
 
 ENGINES = ("local", "ray")
 

@@ -20,9 +20,10 @@ from typing import Any
 from ..policy import Policy
 from .grading import INSTALL
 from .lock import FIXED, ONE_CHOICE, SAME, WHOLE, BrokenPromise, Lock, changed, facts
-from .plan import Candidate, Problem, parse_plan, read_plan
+from .plan import Candidate, parse_plan, read_plan
 from .power import Design, estimate_noise, minimum_detectable
 from .units import Record, Results, Unit, digest_of, units_of
+from .workloads import Problem
 
 TRIES = 12
 """Budgets that are tried to match a mean cache."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .plan import Cache, Candidate, Plan, Problem
+from .plan import Cache, Candidate, Plan
 from .store import write_whole
+from .workloads import Problem
 
 
 def digest_of(value: Any) -> str:
