@@ -165,7 +165,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"| {context} | {budget} | {batch} | {row['step_ms']:.1f} | {row['step_mib']:.0f} "
-            f"| {row['step_share']:.0%} | {row['eviction_ms']:.1f} | {row['eviction_share']:.0%} | {row['eviction_a_token']:.2%} | "
+            f"| {row['step_share']:.0%} | {row['eviction_ms']:.1f} | {row['eviction_share']:.0%} "
+            f"| {row['eviction_a_token']:.2%} | "
             + " | ".join(f"{row['parts'].get(part, 0):.0%}" for part in parts)
             + " |",
             flush=True,

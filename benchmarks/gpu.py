@@ -1,9 +1,14 @@
-"""Decode speed and memory on a GPU with a randomly initialised model of 7B shape (weights do not matter for speed).
+"""Kernels checked and timed, then decode speed and memory of a 7B-shaped model, on a GPU: one run, under 8 minutes.
 
-    python benchmarks/gpu.py                       # 16k tokens of context; DynamicCache and budgets side by side
-    python benchmarks/gpu.py --layers 4 --context 2000 --device cpu --dtype float32     # a dry run anywhere
+    python benchmarks/gpu.py                       # 16k tokens of context; DynamicCache and budgets 128 to 4096
+    python benchmarks/gpu.py --layers 2 --context 600 --budgets 128 --device cpu --dtype float32   # a dry run anywhere
 
-The caches are filled by chunked prefill, then decode in turn, block by block; medians over blocks.
+*Kernels.* Each against its reference on the CPU in float64 (or the CPU's own picks), then its time beside the least
+time that moving its inputs and outputs once would take at the bandwidth of a large copy.
+
+*Decoding.* Randomly initialised weights; they do not matter for speed. A cache reads the context in chunks, decodes
+alone, then the row is repeated to as many as memory holds (fewer, if that many do not run) and they decode together.
+Medians over blocks. What ``--minutes`` leave no time for is named as left out.
 """
 
 from __future__ import annotations
@@ -12,24 +17,29 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvretain import RetentionCache
+from kvretain import RetentionCache, hub_refine, select_diverse, select_topk, trig_scores
+
+MOST_ROWS = 2048
+"""Largest batch tried."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=["snapkv", "snapkv+hub", "keydiff@model"])
+    parser.add_argument("--policies", nargs="+", default=["snapkv+hub", "keydiff@model"])
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--context", type=int, default=16_000)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--minutes", type=float, default=7.5, help="start nothing new after this long")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", metavar="FILE")
@@ -59,32 +69,98 @@ def sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def seconds(work: Callable[[], object], device: str, *, repeats: int = 9) -> float:
+    """Median seconds of ``work``, after two runs that warm up."""
+    times = []
+    for repeat in range(repeats + 2):
+        sync(device)
+        start = time.perf_counter()
+        work()
+        sync(device)
+        if repeat > 1:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def bandwidth(device: str) -> float:
+    """Bytes a second, read and written together, of a large copy."""
+    source = torch.ones(2**28 if device == "cuda" else 2**25, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
+
+
+def kernels(device: str) -> list[dict]:
+    """Every kernel checked against its reference, then timed. Raises AssertionError where one is wrong."""
+    speed, rows = bandwidth(device), []
+    print(f"copy bandwidth {speed / 2**30:.0f} GiB/s\n")
+    print("| kernel | shape | ms | least ms | share of the bound |\n|---|---|---|---|---|")
+
+    def report(name: str, shape: str, work: Callable[[], object], *moved: Tensor) -> None:
+        took, least = seconds(work, device), sum(t.nbytes for t in moved) / speed
+        rows.append({"kernel": name, "shape": shape, "ms": 1000 * took, "share": least / took})
+        print(f"| {name} | {shape} | {1000 * took:.3f} | {1000 * least:.3f} | {least / took:.0%} |", flush=True)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    for size, keep in ((4096, 512), (32_768, 3_277)):
+        scores = random(1, 8, size).abs()
+        ratio = 1 - keep / size
+        own = hub_refine(scores.to(device), ratio)
+        torch.testing.assert_close(own.cpu().double(), hub_refine(scores.double(), ratio), atol=1e-5, rtol=1e-5)
+        moved = scores.to(device)
+        assert torch.equal(select_topk(moved, keep).cpu(), select_topk(scores, keep)), "select_topk"
+        report("hub_refine", f"8 x {size:,}", lambda m=moved, r=ratio: hub_refine(m, r), moved, own)
+        report("select_topk", f"8 x {size:,}, {keep:,} kept", lambda m=moved, k=keep: select_topk(m, k), moved)
+    for count, size, keep in ((1, 256, 128), (64, 256, 128), (8, 2048, 1024)):
+        scores, signatures = random(count, size), random(count, size, 128)
+        both = scores.to(device), signatures.to(device)
+        own = select_diverse(*both, keep, weight=0.5)
+        assert torch.equal(own.cpu(), select_diverse(scores, signatures, keep, weight=0.5)), "select_diverse"
+        shape = f"{count} x {size} of 128, {keep} kept"
+        report("select_diverse", shape, lambda b=both, k=keep: select_diverse(*b, k, weight=0.5), *both)
+    for batch, size in ((1, 4096), (8, 4096), (1, 32_768)):
+        keys, real, imaginary = random(batch, 8, size, 128), random(32, 64), random(32, 64)
+        mean, frequency = torch.complex(real, imaginary), 10_000.0 ** -(torch.arange(64) / 64)
+        given = [t.to(device) for t in (keys, mean, mean.abs() + 1, frequency)]
+        own = trig_scores(*given, size)
+        exact = trig_scores(keys[:, :, :256], *[t.cpu() for t in given[1:]], size)
+        torch.testing.assert_close(own[..., :256].cpu(), exact, atol=1e-2, rtol=1e-3)
+        shape = f"{batch} x 8 x {size:,} of 128, 32 query heads"
+        report("trig_scores", shape, lambda g=given, n=size: trig_scores(*g, n), given[0], own)
+    return rows
+
+
 def nbytes(cache) -> int:
     return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
 @torch.no_grad()
-def measure(model, make, args: argparse.Namespace, batch: int) -> dict[str, float]:
-    """Prefill seconds, decode tokens/s (all rows together) and cache MiB a row of one cache."""
-    tokens = torch.randint(10, 30_000, (batch, args.context), device=args.device)
-    cache = make()
+def filled(model, cache, args: argparse.Namespace) -> float:
+    """Seconds to read the context of one row, in chunks."""
+    tokens = torch.randint(10, 30_000, (1, args.context), generator=torch.Generator().manual_seed(0)).to(args.device)
     sync(args.device)
     start = time.perf_counter()
-    for at in range(0, args.context, args.chunk):
-        model(tokens[:, at : at + args.chunk], past_key_values=cache, logits_to_keep=1)
+    for part in tokens.split(args.chunk, 1):
+        model(part, past_key_values=cache, logits_to_keep=1)
     sync(args.device)
-    prefill = time.perf_counter() - start
-    token, times = tokens[:, :1], []
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def decode(model, cache, args: argparse.Namespace, batch: int) -> dict:
+    """Tokens per second of all rows together, the median over blocks and its range."""
+    token, times = torch.full((batch, 1), 7, device=args.device), []
     for repeat in range(args.repeats + 1):
         sync(args.device)
         start = time.perf_counter()
         for _ in range(args.block):
             token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
         sync(args.device)
-        if repeat:
+        if repeat:  # the first block warms up
             times.append((time.perf_counter() - start) / args.block)
     return {
-        "prefill_s": prefill,
+        "batch": batch,
         "tokens_per_s": batch / statistics.median(times),
         "least": batch / max(times),
         "most": batch / min(times),
@@ -92,32 +168,67 @@ def measure(model, make, args: argparse.Namespace, batch: int) -> dict[str, floa
     }
 
 
+def room(device: str, cache) -> int:
+    """Rows that fit beside the first; a layer is held twice for a moment, and logits and activations need room."""
+    if device != "cuda":
+        return 4
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return min(MOST_ROWS, int(0.85 * free / (nbytes(cache) * (1 + 2 / len(cache.layers)))))
+
+
+def rows_of(model, make: Callable, args: argparse.Namespace) -> list[dict]:
+    """One cache: alone, then with as many rows as fit."""
+    cache = make()
+    prefill = filled(model, cache, args)
+    rows = [{"prefill_s": prefill} | decode(model, cache, args, 1)]
+    batch = room(args.device, cache)
+    while batch > 1:
+        try:
+            cache.batch_repeat_interleave(batch)
+            return [*rows, {"prefill_s": None} | decode(model, cache, args, batch)]
+        except torch.cuda.OutOfMemoryError:
+            batch = batch * 3 // 4
+        cache = None
+        torch.cuda.empty_cache()
+        cache = make()
+        filled(model, cache, args)
+    return rows
+
+
 def main() -> None:
     args = arguments()
+    began = time.perf_counter()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {args.device}\n", flush=True)
+    checked = kernels(args.device)
     model = model_of(args)
-    rows = []
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {args.device}", flush=True)
-    print(
-        "| batch | cache | prefill s | decode tokens/s (range) | cache MiB a row |\n|---|---|---|---|---|", flush=True
-    )
-    for batch in args.batch:
-        makers = {"DynamicCache": lambda: DynamicCache(config=model.config)}
+    makers: dict[str, Callable] = {"DynamicCache": lambda: DynamicCache(config=model.config)}
+    for budget in args.budgets:
         for policy in args.policies:
-            for budget in args.budgets:
-                makers[f"{policy}, budget {budget}"] = lambda p=policy, b=budget: RetentionCache.for_model(
-                    model, p, budget=b
-                )
-        for name, make in makers.items():
-            row = {"batch": batch, "cache": name} | measure(model, make, args, batch)
-            rows.append(row)
+            name = f"{policy}, budget {budget}"
+            makers[name] = lambda p=policy, b=budget: RetentionCache.for_model(model, p, budget=b)
+    print(
+        "\n| cache | batch | prefill s | decode tokens/s (range) | cache MiB a row |\n|---|---|---|---|---|", flush=True
+    )
+    rows, left = [], []
+    for name, make in makers.items():
+        if time.perf_counter() - began > 60 * args.minutes:
+            left.append(name)
+            continue
+        for row in rows_of(model, make, args):
+            rows.append({"cache": name} | row)
+            prefill = "" if row["prefill_s"] is None else f"{row['prefill_s']:.2f}"
             print(
-                f"| {batch} | {name} | {row['prefill_s']:.2f} | {row['tokens_per_s']:.1f} "
+                f"| {name} | {row['batch']} | {prefill} | {row['tokens_per_s']:.1f} "
                 f"({row['least']:.1f} to {row['most']:.1f}) | {row['mib_per_row']:.1f} |",
                 flush=True,
             )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"arguments": vars(args), "torch": torch.__version__, "rows": rows}, file, indent=1)
+        if args.json:  # after every cache, so that a run cut short loses nothing
+            with open(args.json, "w") as file:
+                versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+                json.dump({"arguments": vars(args), **versions, "kernels": checked, "rows": rows}, file, indent=1)
+    if left:
+        print(f"\nno time was left for: {'; '.join(left)}")
 
 
 if __name__ == "__main__":
