@@ -62,7 +62,7 @@ def test_dicts_are_flat_and_plain():
         ("snapkv(window=)", ["cannot read the arguments"]),
         ("snapkv(window=__import__('os'))", ["policy"]),
         ("snapkv+", ["cannot read '+'"]),
-        ("", ["scorer[+refiner][/selector][@scope]"]),
+        ("", ["scorer[+refiner][/selector][~merger][@scope]"]),
         ("full+hub", ["'full' keeps everything"]),
         ('knorm@layer(combine="sum")', ["unknown combine 'sum'", "zscore"]),
         ('knorm@head(combine="mean")', ["scope 'head' takes no 'combine'"]),

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import theory
+from .merge import Merger, mergers
 from .policy import Policy, presets
 from .refine import Refiner, hub_refine, refiners
 from .scores import Scorer, scorers, trig_scores
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheView",
     "CompiledDecoding",
+    "Merger",
     "Policy",
     "Refiner",
     "RetentionCache",
@@ -36,6 +38,7 @@ __all__ = [
     "evidence",
     "hub_refine",
     "load_model",
+    "mergers",
     "presets",
     "refiners",
     "scorers",

@@ -58,7 +58,7 @@ def choose(
 
 
 def shared_values(policy: Policy, views: Sequence[CacheView], heads: int = 1, start: int = 0) -> Tensor:
-    """What the selector compares, ``(B, heads, N - start, D)``: the entries' value vectors, averaged.
+    """What the selector compares, ``(B, heads, N - start, D)``: the entries' value vectors (or keys), averaged.
 
     Args:
         policy: one whose selector ``needs_values``.
@@ -66,7 +66,8 @@ def shared_values(policy: Policy, views: Sequence[CacheView], heads: int = 1, st
         heads: sets per layer: 1 (then the mean goes over heads, too) or the number of heads.
         start: entries before it are left out.
     """
-    values = [view.values[:, :, start:] for view in views]
+    states = [view.keys if policy.selector.space == "keys" else view.values for view in views]
+    values = [state[:, :, start:] for state in states]
     if heads == 1:
         return policy.selector.mean_values(values)[:, None]
     # Each head is a row of its own, with one head.

@@ -1,9 +1,10 @@
 """A retention policy: which scorer, refiner, selector and scope. Frozen, flat and serialisable.
 
-In text a policy is ``scorer[+refiner][/selector][@scope]``, each part with optional named arguments::
+In text a policy is ``scorer[+refiner][/selector][~merger][@scope]``, each part with optional named arguments::
 
     snapkv+hub                      SnapKV's scores, HubKV's correction, top-k per head
     keydiff@layer                   one set for all heads of a layer
+    knorm~nearest                   evicted values are averaged into the most similar entry that stays
     snapkv(window=16)+hub(discount=0.25)@layer(combine="mean")
 
 A bare preset name (:data:`presets`) stands for its text.
@@ -17,6 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from .merge import Merger, mergers
 from .refine import Refiner, refiners
 from .registry import Registry
 from .scores import Scorer, scorers
@@ -45,7 +47,9 @@ LAYERS = ("equal", "pyramid")
 PER_ENTRY = frozenset({"attention", "replay", "hidden"})
 """Needs for which the cache keeps a number with every entry."""
 
-_PART = re.compile(r"\s*([+/@]?)\s*([A-Za-z_][\w-]*)\s*(\((?:[^()]|\([^()]*\))*\))?\s*")
+_FORM = "scorer[+refiner][/selector][~merger][@scope]"
+
+_PART = re.compile(r"\s*([+/~@]?)\s*([A-Za-z_][\w-]*)\s*(\((?:[^()]|\([^()]*\))*\))?\s*")
 
 C = TypeVar("C")
 
@@ -68,6 +72,7 @@ class Policy:
         scorer: values each entry; None keeps everything (the policy ``full``).
         refiner: corrects the scores before selection, or None.
         selector: picks the entries to keep.
+        merger: what these take over from the entries that go, or None: nothing, evicted is gone.
         scope: who shares one set, see :data:`SCOPES`.
         combine: for the scopes ``layer``, ``model`` and ``aligned``, how scores of heads and layers become one, see
             :func:`kvretain.select.scope.combine_heads` and :func:`kvretain.select.scope.combine_layers`.
@@ -82,6 +87,7 @@ class Policy:
     scorer: Scorer | None
     refiner: Refiner | None = None
     selector: Selector = dataclasses.field(default_factory=lambda: selectors["topk"]())
+    merger: Merger | None = None
     scope: str = "head"
     combine: str = "zscore"
     floor: float = 0.0
@@ -105,6 +111,11 @@ class Policy:
                 raise ValueError(f"scope {self.scope!r} takes no {name!r}; valid: {valid}")
         if self.competes and self.selector != selectors["topk"]():
             raise ValueError(f"with the scope {self.scope!r} heads compete by score: only the selector 'topk' fits")
+        if self.ragged and self.merger is not None:
+            raise ValueError(
+                f"mergers need equal numbers of entries, which the scope {self.scope!r}"
+                f"{' with a pyramid' if self.layers != 'equal' else ''} does not give"
+            )
         if len(numbers := sorted(self.needs & PER_ENTRY)) > 1:
             raise ValueError(f"one scorer cannot need {' and '.join(numbers)}: an entry carries one number")
         if self.ragged and "attention" in self.needs:
@@ -174,17 +185,17 @@ class Policy:
     def _parse(cls, text: str) -> Policy:
         parts: dict[str, tuple[str, dict[str, Any]]] = {}
         at = 0
-        for mark in ("", "+", "/", "@"):
+        for mark in ("", "+", "/", "~", "@"):
             match = _PART.match(text, at)
             if match and match[1] == mark:
                 parts[mark] = (match[2], _arguments(match[3] or "", match[2]))
                 at = match.end()
         if at != len(text) or "" not in parts:
-            raise ValueError(f"cannot read {text[at:]!r}; the form is scorer[+refiner][/selector][@scope]")
+            raise ValueError(f"cannot read {text[at:]!r}; the form is {_FORM}")
         scorer_name, scorer_args = parts[""]
         if scorer_name == "full":
             if scorer_args or len(parts) > 1:
-                raise ValueError("'full' keeps everything and takes no arguments, refiner, selector or scope")
+                raise ValueError("'full' keeps everything and takes no arguments, refiner, selector, merger or scope")
             return cls(None)
         if scorer_name not in scorers:
             valid = sorted({*scorers, *presets})
@@ -194,6 +205,8 @@ class Policy:
             given["refiner"] = _build(refiners, *parts["+"])
         if "/" in parts:
             given["selector"] = _build(selectors, *parts["/"])
+        if "~" in parts:
+            given["merger"] = _build(mergers, *parts["~"])
         if "@" in parts:
             given["scope"], scope_args = parts["@"]
             valid = list(SCOPES.get(given["scope"], scope_args))  # an unknown scope is the error to report
@@ -212,6 +225,8 @@ class Policy:
             text += "+" + _text(refiners, self.refiner)
         if self.selector != selectors["topk"]():
             text += "/" + _text(selectors, self.selector)
+        if self.merger is not None:
+            text += "~" + _text(mergers, self.merger)
         changed = [n for n in SCOPES[self.scope] if getattr(self, n) != getattr(type(self), n)]
         arguments = ", ".join(f"{n}={getattr(self, n)!r}" for n in changed)
         # A preset may share its scorer's name and have another scope: then even the default scope is spelled out.
@@ -224,6 +239,8 @@ class Policy:
         flat: dict[str, Any] = {"scorer": "full"} if self.scorer is None else _flat("scorer", scorers, self.scorer)
         if self.refiner is not None:
             flat |= _flat("refiner", refiners, self.refiner)
+        if self.merger is not None:
+            flat |= _flat("merger", mergers, self.merger)
         scope = {name: getattr(self, name) for name in ("scope", *SCOPES[self.scope])}
         return flat | _flat("selector", selectors, self.selector) | scope
 
@@ -240,6 +257,7 @@ class Policy:
             ("scorer", scorers),
             ("refiner", refiners),
             ("selector", selectors),
+            ("merger", mergers),
         )
         for kind, registry in kinds:
             arguments = {key.partition(".")[2]: flat.pop(key) for key in list(flat) if key.startswith(kind + ".")}
@@ -252,7 +270,7 @@ class Policy:
                 given[kind] = _build(registry, name, arguments)
         if unknown := set(flat) - {"scope", "combine", "floor", "layers", "beta"}:
             raise ValueError(
-                f"unknown policy keys {sorted(unknown)}; valid: scorer, refiner, selector (and their "
+                f"unknown policy keys {sorted(unknown)}; valid: scorer, refiner, selector, merger (and their "
                 "dotted arguments), scope, combine, floor, layers, beta"
             )
         return cls(**given, **flat)
@@ -379,6 +397,41 @@ presets: dict[str, Preset] = {
             "chosen; one set for the whole model. The full text was not available. Readings: union as the base, "
             "scores not rescaled, maximum and not mean, no centring, protected entries count as chosen; arguments of "
             "`diverse` give the others. Deviations: those of triattention.",
+        ),
+        Preset(
+            "merging",
+            "trig~nearest@model(combine='max')",
+            "α's family State",
+            "TriAttention's union scores; an evicted value is averaged into the kept entry with the most similar key. "
+            "Rejected by the paper; its definition is not public, this one is kvretain's.",
+        ),
+        Preset(
+            "summary-entries",
+            "trig/segments~segment@model(combine='max')",
+            "α's family State",
+            "TriAttention's union scores; a quarter of the budget goes to entries that stand for the evicted of 16 "
+            "tokens each. Rejected by the paper; its definition is not public, this one is kvretain's.",
+        ),
+        Preset(
+            "routing",
+            "routed",
+            "α's family Routing",
+            "Half of each layer's heads keep by TriAttention's scores, the others the most recent. Rejected by the "
+            "paper; its definition is not public, this one is kvretain's.",
+        ),
+        Preset(
+            "key-diversity",
+            "trig/diverse(space='keys')@model(combine='max')",
+            "α's family Scoring",
+            "As alpha, with cosines of mean keys in place of mean values. Rejected by the paper; its definition is not "
+            "public, this one is kvretain's.",
+        ),
+        Preset(
+            "value-weighting",
+            "trig(value_weight=0.5)@model(combine='max')",
+            "α's family Scoring",
+            "TriAttention's union scores plus half the standardised logarithm of the value's length. Rejected by the "
+            "paper; its definition is not public, this one is kvretain's.",
         ),
         Preset(
             "pyramidkv",

@@ -519,6 +519,7 @@ def test_it_is_flat_and_frozen():
         "standardise": False,
         "protected_count_as_chosen": True,
         "normalise_heads": False,
+        "space": "values",
     }
     text = "keydiff/diverse(weight=0.25, centre=True)@model(combine='max')"
     assert str(Policy.parse(text)) == text

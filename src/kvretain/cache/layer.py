@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..gate import LayerGate
+from ..merge.base import taken
 from ..policy import PER_ENTRY
 from ..rope import Rope
 from . import tap
@@ -447,10 +448,14 @@ class RetentionLayer(CacheLayerMixin):
         heads, kept = self._keys.shape[1], index.shape[2]
         if index.shape[1] != positions.shape[1]:
             positions = positions.expand(-1, max(index.shape[1], positions.shape[1]), -1)
-        self._positions = positions.gather(2, slots.expand(-1, positions.shape[1], -1)).masked_fill(index < 0, -1).int()
         wide = slots.expand(-1, heads, -1)
         attention = None if self._attention is None else self._attention.gather(2, wide)
-        chosen = [t.gather(2, wide[..., None].expand(-1, -1, -1, t.shape[3])) for t in (self._keys, self._values)]
+        if (merger := self.session.policy.merger) is not None:
+            at = index.expand(-1, heads, -1)
+            chosen = merger.merge(*self._all(), at, positions.expand(-1, heads, -1))
+        else:
+            chosen = taken(self._keys, wide), taken(self._values, wide)
+        self._positions = positions.gather(2, slots.expand(-1, positions.shape[1], -1)).masked_fill(index < 0, -1).int()
         # A replay has left storage for its own tokens, too.
         if plan.prefill or "replay" in self.session.policy.needs:
             self._store(*chosen)

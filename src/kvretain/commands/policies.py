@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from .. import presets, refiners, scorers, selectors
+from .. import mergers, presets, refiners, scorers, selectors
 from ..policy import SCOPES, Policy
 from .shared import AsJson, app, out, print_json
 
@@ -31,7 +31,7 @@ def _components(registry: Any) -> list[dict[str, Any]]:
 
 @app.command(
     epilog="""
-A policy is `scorer[+refiner][/selector][@scope]`, and each part takes arguments:
+A policy is `scorer[+refiner][/selector][~merger][@scope]`, and each part takes arguments:
 
 - `snapkv+hub`
 - `keydiff@layer`
@@ -39,9 +39,10 @@ A policy is `scorer[+refiner][/selector][@scope]`, and each part takes arguments
 """
 )
 def policies(as_json: AsJson = False) -> None:
-    """List the policies, and the scorers, refiners, selectors and scopes that they are made of."""
+    """List the policies, and the scorers, refiners, selectors, mergers and scopes that they are made of."""
     named = [{**dataclasses.asdict(p), "needs": sorted(Policy.parse(p.text).needs)} for p in presets.values()]
     parts = {"scorers": _components(scorers), "refiners": _components(refiners), "selectors": _components(selectors)}
+    parts["mergers"] = _components(mergers)
     if as_json:
         print_json({"presets": named, **parts, "scopes": list(SCOPES)})
         return

@@ -10,6 +10,7 @@ from .kvzip import KVzip
 from .lagkv import LagKV
 from .random import Random
 from .rkv import RKV
+from .routed import Routed
 from .snapkv import SnapKV
 from .streaming import Streaming
 from .tova import TOVA
@@ -27,6 +28,7 @@ __all__ = [
     "KeyDiff",
     "LagKV",
     "Random",
+    "Routed",
     "Scorer",
     "SnapKV",
     "Streaming",

@@ -180,6 +180,10 @@ class Trig(Scorer):
         calibration: a file of ``kvretain calibrate``, or one that TriAttention published (``.pt``); by default the one
             in the user's cache folder, which is made if it is missing.
         offsets, distance, norm, concentration, aggregate: see :func:`trig_scores`.
+        value_weight: how much the length of an entry's value counts: its logarithm, standardised over the candidates of
+            the KV head, times this is added. Not TriAttention's: one of the rejected mechanisms of α's family "Scoring"
+            (arXiv 2605.14292), whose definitions are not public; VATP (2406.12335) multiplies, which suits scores that
+            are not signed.
 
     Raises:
         ValueError: a field is out of range.
@@ -191,6 +195,7 @@ class Trig(Scorer):
     norm: bool = True
     concentration: bool = True
     aggregate: str = "mean"
+    value_weight: float = 0.0
 
     needs: ClassVar[frozenset[str]] = frozenset({"calibration"})
     signed: ClassVar[bool] = True
@@ -205,6 +210,9 @@ class Trig(Scorer):
         check_choice("trig", "aggregate", self.aggregate, AGGREGATES)
         if not (self.distance or self.norm):
             raise ValueError("trig: distance=False and norm=False leave nothing to score by")
+        weight = self.value_weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ValueError(f"trig: value_weight must be a number of at least 0, not {weight!r}")
         numbers = isinstance(self.offsets, tuple) and all(type(offset) in (int, float) for offset in self.offsets)
         if not numbers or not self.offsets or not all(0 <= offset < math.inf for offset in self.offsets):
             raise ValueError(f"trig: offsets must be one or more numbers of at least 0, not {self.offsets!r}")
@@ -234,4 +242,8 @@ class Trig(Scorer):
         )
         heads = view.keys.shape[1]
         candidates = view.candidates[:, :, None].expand(-1, -1, len(mean) // heads, -1).flatten(1, 2)
-        return group_max(standardised(raw, candidates), heads)
+        scores = group_max(standardised(raw, candidates), heads)
+        if not self.value_weight:
+            return scores
+        norms = torch.linalg.vector_norm(view.values, dim=-1, dtype=torch.float32).clamp_min(1e-6).log()
+        return scores + self.value_weight * standardised(norms, view.candidates)

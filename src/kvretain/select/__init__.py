@@ -5,6 +5,7 @@ from .coverage import GreedyPath, greedy_path, select_coverage
 from .diverse import Diverse, select_diverse
 from .local import Greedy, StochasticGreedy
 from .scope import combine_heads, combine_layers
+from .segments import Segments
 from .signatures import value_signatures
 from .topk import TopK, select_topk
 
@@ -12,6 +13,7 @@ __all__ = [
     "Diverse",
     "Greedy",
     "GreedyPath",
+    "Segments",
     "Selector",
     "StochasticGreedy",
     "TopK",

@@ -22,6 +22,9 @@ class Selector(ABC):
     needs_values: ClassVar[bool] = False
     """Whether :meth:`select` compares value vectors."""
 
+    space: str = "values"
+    """What those vectors are taken from: ``"values"`` or ``"keys"`` (as stored, rotated)."""
+
     def mean_values(self, values: Sequence[Tensor]) -> Tensor:
         """One vector per entry, ``(B, N, D)`` float32, for the layers and heads that share a set: ``values`` has a
         ``(B, H, N, D)`` a layer. An entry's vector must not depend on the other entries."""

@@ -257,6 +257,8 @@ class Diverse(Selector):
             order 1, such as attention weights.
         protected_count_as_chosen: whether likeness to sinks, recent window or prompt costs anything.
         normalise_heads: unit length for each head's vector before the mean.
+        space: ``"values"``, or ``"keys"``: rotated keys in their place, one of the rejected mechanisms of α's family
+            "Scoring" (whose definitions are not public; R-KV's redundancy is in key space as well).
 
     Raises:
         ValueError: a field is out of range.
@@ -270,9 +272,12 @@ class Diverse(Selector):
     standardise: bool = False
     protected_count_as_chosen: bool = True
     normalise_heads: bool = False
+    space: str = "values"
 
     def __post_init__(self) -> None:
         _check("diverse", self.weight, self.redundancy)
+        if self.space not in ("values", "keys"):
+            raise ValueError(f"diverse: unknown space {self.space!r}; valid: values, keys")
         for name in ("centre", "standardise", "protected_count_as_chosen", "normalise_heads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"diverse: {name} must be True or False, not {getattr(self, name)!r}")
