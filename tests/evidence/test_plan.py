@@ -39,6 +39,11 @@ def test_an_arm_may_have_arguments_of_its_own():
     assert isinstance(plan.workload, Maths) and plan.workload.sampling.max_length == 8192
 
 
+def test_an_arm_may_sum_up():
+    plan = parse(topk='{policy = "full", summary = 8}')
+    assert plan.candidates("topk")[0].cache == Cache(summary=8)
+
+
 def test_a_grid_of_two_fields_is_crossed():
     text = PLAN.replace("(weight={weight})", "(weight={weight}, redundancy={how})")
     plan = parse(text.replace("[workload]", 'how = ["max", "mean"]\n\n[workload]'))
@@ -71,6 +76,8 @@ def test_a_grid_of_two_fields_is_crossed():
         ("title =", "tolerance = 1\ntitle =", "tolerance is a share"),
         ("title =", 'dtype = "float8"\ntitle =', "unknown dtype 'float8'"),
         ("[workload]", "[cache]\nsinks = 2\n[workload]", "streamed recall takes no argument of the cache but every"),
+        ("[workload]", "[cache]\nsummary = 8\n[workload]", "'full' and the workload recall"),
+        ("[workload]", "[cache]\nsummary = -1\n[workload]", "cache.summary must be at least 0"),
         ("[workload]", "[cache]\nsinks = 30\nrecent = 40\n[workload]", "at budget 32: 70 protected entries"),
         ("[workload]", "[split]\ndevelopment = [0, 1]\nheldout = [1, 2]\n[workload]", r"overlaps: buckets \[1\]"),
         ("resamples = 1000", "resamples = 50", "50 resamples cannot give a p-value below"),

@@ -99,7 +99,11 @@ def _others(buckets: int, chosen: Iterable[int]) -> list[int]:
 class Cache:
     """Arguments of :meth:`kvretain.RetentionCache.for_model` for all arms; an arm's own come first.
 
-    Streamed recall takes ``every`` alone.
+    Streamed recall takes ``every`` and ``summary`` alone.
+
+    Attributes:
+        summary: of an arm ``full`` of streamed recall: the model writes summaries of so many tokens to stay within the
+            budget, see :func:`~kvretain.evidence.summaries.read_summarising`; 0 writes none.
     """
 
     every: int = 128
@@ -107,6 +111,17 @@ class Cache:
     sinks: int | None = None
     recent: int | None = None
     protect_prompt: bool = False
+    summary: int = 0
+
+    def budget(self, tokens: int) -> Budget:
+        """What the cache makes of them.
+
+        Raises:
+            ValueError: ``tokens`` do not fit.
+        """
+        given = dataclasses.asdict(self)
+        del given["summary"]
+        return Budget(tokens, None, **given)
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,7 @@ class Arm:
     sinks: int | None = None
     recent: int | None = None
     protect_prompt: bool | None = None
+    summary: int | None = None
 
     @property
     def fields(self) -> list[str]:
@@ -261,11 +277,20 @@ class Plan:
             scorer = Policy.parse(candidate.policy).scorer
             for budget in self.budgets if scorer is not None else ():
                 try:
-                    Budget(budget, None, **dataclasses.asdict(candidate.cache))
+                    candidate.cache.budget(budget)
                 except ValueError as error:
                     raise ValueError(f"arm {candidate.arm!r} at budget {budget}: {error}") from None
-            if self.workload.kind == "recall" and dataclasses.replace(candidate.cache, every=128) != Cache():
-                raise ValueError(f"arm {candidate.arm!r}: streamed recall takes no argument of the cache but every")
+            streamed = self.workload.kind == "recall"
+            if streamed and dataclasses.replace(candidate.cache, every=128, summary=0) != Cache():
+                raise ValueError(
+                    f"arm {candidate.arm!r}: streamed recall takes no argument of the cache but every and summary"
+                )
+            at_least("cache.summary", candidate.cache.summary, 0)
+            if candidate.cache.summary and (not streamed or scorer is not None):
+                raise ValueError(
+                    f"arm {candidate.arm!r}: summaries keep a full cache within the budget of streamed recall, so they "
+                    "go with the policy 'full' and the workload recall"
+                )
         if self.workload.kind == "recall" and self.samples > 1:
             raise ValueError("streamed recall draws nothing, so samples above 1 would repeat the same run: set it to 1")
         if self.statistics.alpha / self.cells < 2 / (self.statistics.resamples + 1):

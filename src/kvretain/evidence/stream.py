@@ -17,6 +17,7 @@ from ..cache import RetentionCache
 from ..tasks.example import Example, Passages
 from .measure import FULL, Case, Measurement, cut, forced, kept_by, policy_of
 from .replay import feed, forward, prefill
+from .summaries import read_summarising
 
 
 def measure_streamed(
@@ -27,6 +28,7 @@ def measure_streamed(
     *,
     chunk: int = 64,
     every: int = 128,
+    summary: int = 0,
 ) -> Iterator[Measurement]:
     """Measures one case after the other, each in a cache of its own.
 
@@ -45,10 +47,12 @@ def measure_streamed(
         cases: policies and sizes.
         chunk: tokens of a pass; what a context has left over comes first, so that the others are whole.
         every: the cache's cadence in single-token passes.
+        summary: of questions, with the policy ``full``: tokens of the summaries that keep the context within the
+            budget, see :func:`~kvretain.evidence.summaries.read_summarising`; 0 writes none.
     """
     if isinstance(example, Passages):
         return _decoding(model, example, cases, every)
-    return _recall(model, tokenizer, example, cases, chunk, every)
+    return _recall(model, tokenizer, example, cases, chunk, every, summary)
 
 
 def _cache(model: Any, case: Case, index: int, every: int) -> RetentionCache:
@@ -57,7 +61,7 @@ def _cache(model: Any, case: Case, index: int, every: int) -> RetentionCache:
 
 
 def _recall(
-    model: Any, tokenizer: Any, example: Example, cases: Sequence[Case], chunk: int, every: int
+    model: Any, tokenizer: Any, example: Example, cases: Sequence[Case], chunk: int, every: int, summary: int
 ) -> Iterator[Measurement]:
     pieces = cut(tokenizer, example)
     target = torch.tensor(pieces.target, device=model.device)
@@ -65,20 +69,30 @@ def _recall(
     starts = [0] * bool(first) + list(range(first, len(pieces.context), chunk))
     for case in cases:
         began = time.perf_counter()
-        cache = _cache(model, case, example.index, every)
-        for start, stop in zip(starts, [*starts[1:], len(pieces.context)], strict=True):
-            prefill(model, pieces.context[start:stop], cache)
+        reading = None
+        if summary and case.budget is not None:
+            reading = read_summarising(
+                model, tokenizer, pieces.context, budget=case.budget, summary=summary, chunk=chunk
+            )
+            cache = reading.cache
+        else:
+            cache = _cache(model, case, example.index, every)
+            for start, stop in zip(starts, [*starts[1:], len(pieces.context)], strict=True):
+                prefill(model, pieces.context[start:stop], cache)
         kept = kept_by(cache)
         logits = forward(model, pieces.question + pieces.opening, cache, logits=1)
         if len(target) > 1:
             logits = torch.cat([logits, forward(model, pieces.target[:-1], cache)])
+        lengths = cache.trace.mean_length, cache.trace.peak_length
+        if reading is not None:
+            lengths = reading.lengths()
         nll, agreed = forced(logits, target)
         reply = tokenizer.decode(pieces.target[:agreed], skip_special_tokens=True)
         exact = example.grade(reply)
         yield Measurement(
             example.task, example.index, case.policy, case.ratio, len(pieces.context), kept, nll, None,
             exact, exact, reply, 0.0, time.perf_counter() - began, case.budget,
-            cache.trace.mean_length, cache.trace.peak_length,
+            *lengths,
         )  # fmt: skip
 
 

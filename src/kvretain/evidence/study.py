@@ -284,7 +284,8 @@ class Study:
             own = None if target is None else budget
             return Match(candidate, model, budget, target, {} if target is None else {budget: target}, own, tuple(todo))
         tried: dict[int, float] = {}
-        fixed = Policy.parse(candidate.policy).scorer is None  # full keeps everything, whatever its budget
+        # full keeps everything, whatever its budget, unless it sums up
+        fixed = Policy.parse(candidate.policy).scorer is None and not candidate.cache.summary
         # The search is a function of what is measured, so it finds its way again after a stop.
         while (size := next_budget(tried, target or 1.0, self.plan.tolerance, budget)) is not None:
             mean, todo = measured(candidate, size)
