@@ -7,7 +7,7 @@ BIN_OLD := .venv-5.17/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-517 test-matrix lint types bench clean
+.PHONY: help demo test test-slow test-517 test-matrix test-kvpress lint types docs bench clean
 
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -27,6 +27,9 @@ test-517: .venv-5.17/installed ## the cache tests on transformers 5.17, the olde
 test-matrix: test-517 .venv/installed ## the cache tests on the oldest and the newest transformers
 	$(BIN)/python -m pytest -n auto tests/cache
 
+test-kvpress: .venv-kvpress/installed ## our presses in the released kvpress, beside its own transformers
+	.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress_presses.py tests/cache/test_versions.py
+
 lint: .venv/installed ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,11 +37,15 @@ lint: .venv/installed ## ruff
 types: .venv/installed ## mypy
 	$(BIN)/mypy
 
+docs: .venv/installed ## the site, into site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: .venv/installed ## the benchmarks, one after the other
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean: ## remove the environments and what tools left behind
-	rm -rf .venv .venv-5.17 .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-5.17 .venv-kvpress .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/installed: pyproject.toml constraints.txt
@@ -48,6 +55,15 @@ clean: ## remove the environments and what tools left behind
 	mkdir -p .venv-5.17
 	sed 's/^transformers==.*/transformers==5.17.*/' constraints.txt > .venv-5.17/constraints.txt
 	$(call install,.venv-5.17,.venv-5.17/constraints.txt)
+
+# PyTorch first, then pinned: what kvpress requires must not replace it.
+.venv-kvpress/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-kvpress
+	grep -E '^(torch|pytest|pytest-timeout)==' constraints.txt > .venv-kvpress/constraints.txt
+	.venv-kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-kvpress/constraints.txt torch
+	.venv-kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-kvpress/constraints.txt \
+		kvpress pytest pytest-timeout -e '.[transformers]'
+	@touch .venv-kvpress/installed
 
 # $(call install,<environment>,<constraints>)
 define install
