@@ -22,17 +22,25 @@ def fingerprint(model: Any) -> str:
 
     Reads the names and shapes of all parameters and 16 evenly spaced values of each, rounded to bfloat16, so that a
     float32 model and its bfloat16 copy agree. A transformers model counts by its decoder, so that the model and the
-    decoder alone agree. Takes milliseconds; parameters on the ``meta`` device count by name and shape alone.
+    decoder alone agree. Takes milliseconds; parameters on the ``meta`` device count by name and shape alone, and quantised
+    ones by the values that they stand for.
     """
     digest = hashlib.sha256()
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for name, parameter in sorted(decoder.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)};".encode())
         if parameter.device.type != "meta" and parameter.numel():
-            flat = parameter.detach().reshape(-1)
+            flat = plain(parameter).reshape(-1)
             places = torch.arange(SAMPLES, device=flat.device) * (len(flat) - 1) // (SAMPLES - 1)
             digest.update(flat[places].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def plain(parameter: Tensor) -> Tensor:
+    """The numbers of a parameter. Quantised weights (torchao) are tensors of their own kind, which cannot be indexed or
+    reshaped: they come back in floating point."""
+    detached = parameter.detach()
+    return detached if type(detached) is Tensor else detached.dequantize()
 
 
 def own_path(kind: str, model: Any) -> Path:
