@@ -22,8 +22,8 @@ def fingerprint(model: Any) -> str:
 
     Reads the names and shapes of all parameters and 16 evenly spaced values of each, rounded to bfloat16, so that a
     float32 model and its bfloat16 copy agree. A transformers model counts by its decoder, so that the model and the
-    decoder alone agree. Takes milliseconds; parameters on the ``meta`` device count by name and shape alone, and quantised
-    ones by the values that they stand for.
+    decoder alone agree. Takes milliseconds; parameters on the ``meta`` device count by name and shape alone,
+    quantised ones by the values that they stand for.
     """
     digest = hashlib.sha256()
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
