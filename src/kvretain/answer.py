@@ -157,7 +157,7 @@ def answer(
         # Renamed in transformers 5.18; the old name serves the whole supported range.
         warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
         if on_prefill:
-            prefill.enter_context(_watch(model, on_prefill))
+            prefill.enter_context(watch(model, on_prefill))
         stream = _Stream(tokenizer, cache, on_text, prefill.close)
         for start, stop in zip([0, *stops], stops, strict=False):
             model.get_decoder()(input_ids=ids[:, start:stop], past_key_values=cache)
@@ -219,7 +219,7 @@ def _kept(cache: RetentionCache) -> float:
 
 
 @contextmanager
-def _watch(model: Any, report: Callable[[float], None]) -> Iterator[None]:
+def watch(model: Any, report: Callable[[float], None]) -> Iterator[None]:
     """Reports tokens done while passes run: each layer that finishes is its share of the pass."""
     layers = getattr(model.get_decoder(), "layers", [])
     done = 0.0

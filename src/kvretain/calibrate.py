@@ -25,6 +25,7 @@ from torch import Tensor
 
 from . import artefacts, data
 from .cache.view import CacheView
+from .lab.chains import reading
 from .models import say
 from .policy import Policy
 from .rope import Rope
@@ -405,8 +406,8 @@ _said: set[str] = set()
 def calibration_for(model: Any, path: str, ropes: Mapping[int, Rope]) -> Calibration:
     """The calibration of ``model`` at ``path``; for ``""`` the one in the user's cache folder, made if it is missing.
 
-    What is made is measured on a bundled chapter of public-domain text, with a progress bar, kept by the fingerprint of
-    the weights (:func:`kvretain.artefacts.own_path`), and said once. Several threads or processes may ask at once.
+    What is made is measured on :func:`default_text`, with a progress bar, kept by the fingerprint of the weights
+    (:func:`kvretain.artefacts.own_path`), and said once. Several threads or processes may ask at once.
 
     Args:
         model: a transformers model or its decoder.
@@ -463,9 +464,22 @@ def _automatic(model: Any, place: Path) -> Calibration:
         raise ValueError(
             f"{missing} its tokenizer is needed, but {name!r} has none that loads ({reason}): {command}, {where}"
         ) from error
-    say(f"calibrating {_name(model) or model.config.model_type} on a chapter of Alice, once; kept in {place}")
+    text, title, context = default_text(model)
+    say(f"calibrating {_name(model) or model.config.model_type} on {title}, once; kept in {place}")
     with progress_bar("calibrating") as report:
-        return calibrate(model, data.chapter(), tokenizer, report=report)
+        return calibrate(model, text, tokenizer, context=context, report=report)
+
+
+def default_text(model: Any) -> tuple[str, str, int]:
+    """What to calibrate on where nothing is named: the text, what it is called, and the tokens of a block.
+
+    A bundled chapter of public-domain text; for a laboratory animal (:mod:`kvretain.lab`), which has no words for that,
+    solved chains, one a block.
+    """
+    if getattr(model.config, "kvretain_lab", None):
+        text, context = reading()
+        return text, "solved chains", context
+    return data.chapter(), "a chapter of Alice", CONTEXT
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 from .cache.view import CacheView
 from .policy import Policy
 from .scores import scorers
-from .select.allocate import compete
+from .select.allocate import compete, layer_budgets
 from .select.scope import combine_heads, combine_layers
 from .zscores import standardised
 
@@ -21,6 +21,7 @@ def choose(
     ratio: float | Tensor,
     counts: int | Sequence[int],
     values: Tensor | None = None,
+    given: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Which entries of each view stay.
 
@@ -31,6 +32,7 @@ def choose(
         ratio: fraction removed of the tokens seen, for refiners; a number or ``(B,)``.
         counts: real entries to keep; one number, or one per row (rows of a padded batch may keep fewer).
         values: for the scope ``model``, what :func:`shared_values` gives, if it is known already.
+        given: a ``(B, H, N)`` float32 per view to take in place of the scorer's scores.
 
     Returns:
         Per view, indices ``(B, H, K)`` int64, or ``(B, 1, K)`` where all heads share a set, with ``K`` the largest
@@ -46,7 +48,7 @@ def choose(
             f"the scope 'aligned' needs as many KV heads in every layer, but this model has {heads}: "
             "use @model or @head"
         )
-    refined = [_scores(policy, view, ratio) for view in views]
+    refined = _refined(policy, views, ratio, given)
     if policy.scope == "head":
         return [_select(policy, scores, [view], counts) for scores, view in zip(refined, views, strict=True)]
     if policy.scope != "aligned":
@@ -80,6 +82,7 @@ def choose_unequal(
     views: Sequence[CacheView],
     ratio: float | Tensor,
     counts: Sequence[int],
+    given: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """As :func:`choose`, for policies under which heads or layers keep different numbers of entries.
 
@@ -88,6 +91,7 @@ def choose_unequal(
         views: the layers that choose together: one, or all for the scope ``model-heads``.
         ratio: fraction removed of the tokens seen, for refiners; a number or ``(B,)``.
         counts: ``B`` numbers: real entries that each row keeps per head, averaged over the heads of the views.
+        given: as in :func:`choose`.
 
     Returns:
         Per view, which entries stay, ``(B, H, N)`` bool.
@@ -95,7 +99,7 @@ def choose_unequal(
     Raises:
         ValueError: as :func:`choose`.
     """
-    refined = [_scores(policy, view, ratio) for view in views]
+    refined = _refined(policy, views, ratio, given)
     if policy.competes:
         masked = [s.masked_fill(~v.valid, -torch.inf) for s, v in zip(refined, views, strict=True)]
         return compete(masked, [v.protected for v in views], counts, policy.floor)
@@ -110,8 +114,40 @@ def choose_unequal(
     return masks
 
 
-def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:
-    """Scores of one view after refinement, ``(B, H, N)`` float32."""
+def row_budgets(
+    policy: Policy, view: CacheView, means: Sequence[int], rank: int, layers: int, evicted: bool
+) -> tuple[int, ...]:
+    """Entries per head that each row keeps in the ``rank``-th of ``layers`` layers.
+
+    Args:
+        policy: says how layers share.
+        view: the layer's entries.
+        means: ``B`` numbers: entries per head, averaged over layers.
+        rank: index among the layers that share.
+        layers: how many they are.
+        evicted: whether entries were evicted before, so that layers hold different numbers of them.
+    """
+    protected, stored = (mask.sum(-1).amax(-1).tolist() for mask in (view.protected, view.valid))
+    budgets = []
+    for mean, guarded, has in zip(means, protected, stored, strict=True):
+        # At the first eviction all layers have equally many entries, and none can keep more than it has.
+        lowest, highest = min(guarded, mean), 2 * mean if evicted else max(mean, has)
+        shares = layer_budgets(policy.layers, mean, layers, lowest=lowest, highest=highest, beta=policy.beta)
+        budgets.append(shares[rank])
+    return tuple(budgets)
+
+
+def _refined(
+    policy: Policy, views: Sequence[CacheView], ratio: float | Tensor, given: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """Scores of the views after refinement, ``(B, H, N)`` float32 each."""
+    if given is None:
+        given = [_scores(policy, view) for view in views]
+    return [_refine(policy, view, scores, ratio) for view, scores in zip(views, given, strict=True)]
+
+
+def _scores(policy: Policy, view: CacheView) -> Tensor:
+    """What the scorer says of one view, checked, ``(B, H, N)`` float32."""
     assert policy.scorer is not None
     # Under autocast products would come out in half precision, and scores are float32.
     with torch.autocast(view.keys.device.type, enabled=False):
@@ -126,6 +162,11 @@ def _scores(policy: Policy, view: CacheView, ratio: float | Tensor) -> Tensor:
         raise ValueError(
             f"scorer {name!r} gave NaN or infinite scores at layer {view.layer}; check the model's keys for NaN"
         )
+    return scores
+
+
+def _refine(policy: Policy, view: CacheView, scores: Tensor, ratio: float | Tensor) -> Tensor:
+    assert policy.scorer is not None
     if policy.refiner is None:
         return scores
     scores = policy.scorer.nonnegative(scores, view.candidates)

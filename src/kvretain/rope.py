@@ -69,6 +69,48 @@ class Rope:
         frequencies = torch.cat([self.frequencies, self.frequencies.new_zeros(still)])
         return frequencies, torch.tensor([self.scaling] * len(self.frequencies) + [1.0] * still)
 
+    def move(self, x: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """Keys ``x (B, H, N, D)`` that were rotated at the positions ``old``, as if at ``new``; in the dtype of ``x``.
+
+        Kept keys need it only where a program counts positions by the entries that it stores. Positions are int64,
+        ``(B, N)`` or ``(B, H, N)``, size 1 where all are alike; what stands at negative ones means nothing.
+        """
+        turns = []
+        for positions in (old, new):
+            by_head = positions[:, None] if positions.ndim == 2 else positions
+            cos, sin = self.cos_sin(by_head.flatten(0, 1).clamp_min(0))
+            turns.append((cos.unflatten(0, by_head.shape[:2]), sin.unflatten(0, by_head.shape[:2])))
+        return self.rotate(self.unrotate(x.to(torch.float32), *turns[0]), *turns[1]).to(x.dtype)
+
+    @classmethod
+    def plain(cls, frequencies: Tensor, *, interleaved: bool = False, scaling: float = 1.0) -> Rope:
+        """The rotation by ``frequencies (R / 2,)`` of the first ``R`` of a head's dimensions.
+
+        Args:
+            frequencies: radians per position of each pair, a model's ``inv_freq``: for a plain rotation of base
+                ``theta`` that is ``theta ** (-torch.arange(0, R, 2) / R)``.
+            interleaved: pairs are (0, 1), (2, 3), ... and not (0, R / 2), ...
+            scaling: what rotation multiplies queries and keys with (YaRN).
+
+        Raises:
+            ValueError: ``frequencies`` is not a float vector.
+
+        Example:
+            >>> rope = Rope.plain(10000.0 ** (-torch.arange(0, 64, 2) / 64))
+            >>> rope.move(torch.ones(1, 2, 3, 64), torch.tensor([[0, 4, 9]]), torch.tensor([[0, 1, 2]])).shape
+            torch.Size([1, 2, 3, 64])
+        """
+        if not isinstance(frequencies, Tensor) or frequencies.ndim != 1 or not frequencies.is_floating_point():
+            raise ValueError("frequencies must be a float vector, one number for each pair of dimensions")
+        frequencies = frequencies.detach().double().cpu()
+
+        def cos_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
+            angles = positions.to(torch.float32)[..., None] * frequencies.to(positions.device, torch.float32)
+            both = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
+            return both.cos() * scaling, both.sin() * scaling
+
+        return cls(cos_sin, 2 * len(frequencies), interleaved, frequencies, scaling)
+
     @classmethod
     def of(cls, cos_sin: Callable[[Tensor], tuple[Tensor, Tensor]], frequencies: Tensor | None = None) -> Rope:
         """Reads size, layout, frequencies and scaling off the angles at position 1, where each pair has its own.

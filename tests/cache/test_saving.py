@@ -12,7 +12,7 @@ from .models import build, distinct, forward, left_padded, model, tokens
 
 POLICIES = [
     "full", "snapkv+hub", "h2o", "keydiff@model", "knorm/diverse@model", "expected", "kvzip@head", "kvzip",
-    "snapkv@shared", "tova", "knorm~nearest", "alpha", "random",
+    "snapkv@shared", "tova", "knorm~nearest", "alpha", "random", "snapkv int8", "keydiff@model fp8",
 ]  # fmt: skip
 
 
@@ -32,7 +32,8 @@ def calibrated(tmp_path_factory):
 def test_it_goes_on_bit_for_bit(policy, name, padded, tmp_path):
     net = model(name)
     ids, mask = left_padded([distinct(1, 30), distinct(2, 22)]) if padded else (tokens(1, 2, 30), None)
-    limit = {} if policy == "full" else {"budget": 12, "every": 4}
+    policy, _, storage = policy.partition(" ")
+    limit = {"storage": storage or None} if policy == "full" else {"budget": 12, "every": 4, "storage": storage or None}
     cache = RetentionCache.for_model(net, policy, **limit)
     kept = cache
 
@@ -47,7 +48,7 @@ def test_it_goes_on_bit_for_bit(policy, name, padded, tmp_path):
         more(cache, columns=1, seed=step)
     path = cache.save(tmp_path / "cache.safetensors")
     other = RetentionCache.load(path, net)
-    assert other.policy == cache.policy and repr(other.trace) == repr(cache.trace)
+    assert (other.policy, other.storage) == (cache.policy, cache.storage) and repr(other.trace) == repr(cache.trace)
     for step, columns in enumerate([1, 1, 1, 5, 1, 1, 1, 1, 1, 1]):
         wanted, got = more(kept, other, columns=columns, seed=50 + step)
         assert torch.equal(wanted, got), f"step {step}"
@@ -90,6 +91,6 @@ def test_other_weights_other_files_and_damage(llama, tmp_path):
     ):
         with pytest.raises(ValueError, match="is damaged"):
             RetentionCache.load(artefacts.write(tmp_path / "damaged", tensors, {**about, "state": state}), llama)
-    del tensors["layers.0.keys"]
+    del tensors["layers.0.parts.0"]
     with pytest.raises(ValueError, match="is damaged"):
         RetentionCache.load(artefacts.write(tmp_path / "damaged", tensors, about), llama)

@@ -150,7 +150,7 @@ def test_rows_of_before_budgets_are_read(whole, setting, tmp_path):
     (tmp_path / "old" / "parts").mkdir(parents=True)
     for part in (whole.folder / "parts").iterdir():
         table = parquet.read_table(part)
-        new = ["budget", "mean_cache", "peak_cache", "token_nll", "token_kl"]
+        new = ["budget", "mean_cache", "peak_cache", "token_nll", "token_kl", "score"]
         parquet.write_table(table.drop_columns(new), tmp_path / "old" / "parts" / part.name)
     assert store.rows() == whole.rows() and store.rows()[0].budget is None
     assert not runner.plan(store, TASKS, range(2), CASES)

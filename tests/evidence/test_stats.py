@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from kvretain.evidence.stats import bootstrap_mean
+from kvretain.evidence.stats import bootstrap_mean, wilson
 
 DRAW = random.Random(0)
 SAMPLES = [[DRAW.gauss(1, 2) for _ in range(n)] for n in (20, 50, 100)]
@@ -59,3 +59,17 @@ def test_bad_values(given):
 def test_a_bad_level():
     with pytest.raises(ValueError, match=r"level lies in \(0, 1\), not 1"):
         bootstrap_mean([1.0], level=1)
+
+
+@pytest.mark.parametrize("hits, n", [(0, 7), (7, 7), (1, 1), (46, 50), (13, 200)])
+def test_wilson_is_scipys(hits, n):
+    stats = pytest.importorskip("scipy.stats")
+    theirs, got = stats.binomtest(hits, n).proportion_ci(0.9, method="wilson"), wilson(hits, n, level=0.9)
+    assert (got.mean, got.n) == (hits / n, n)
+    assert (got.low, got.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+@pytest.mark.parametrize("hits, n, level", [(1, 0, 0.95), (3, 2, 0.95), (-1, 2, 0.95), (1, 2, 1.0)])
+def test_wilson_refuses_what_is_no_share(hits, n, level):
+    with pytest.raises(ValueError):
+        wilson(hits, n, level=level)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..scores import Scorer
 
@@ -128,9 +132,60 @@ class Budget:
             sinks = min(sinks, room - recent)
         return sinks, recent
 
+    def protections(
+        self,
+        scorer: Scorer,
+        targets: Sequence[int],
+        prompts: Sequence[int],
+        seen: Sequence[int],
+        stored: Sequence[float],
+        *,
+        scored: bool = True,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """:meth:`protection` row by row: sinks, and recent tokens.
+
+        Args:
+            scorer: the policy's.
+            targets: entries that fit; ``prompts`` protected already, ``seen`` tokens, ``stored`` real entries.
+            scored: whether the scorer values the entries, which some cannot after few tokens.
+
+        Raises:
+            ValueError: more protected entries than fit, or no row that loses any is long enough to be valued.
+        """
+        rows = zip(targets, prompts, seen, strict=True)
+        pairs = [self.protection(target, prompt, scorer, n) for target, prompt, n in rows]
+        sinks, recent = zip(*pairs, strict=True)
+        # A short row beside a longer one is served; it is an error where no row can be valued.
+        valued = [
+            n
+            for n, target, has, *protected in zip(seen, targets, stored, sinks, recent, prompts, strict=True)
+            if sum(protected) < min(target, has) < has
+        ]
+        if scored and valued:
+            scorer.check_seen(max(valued))
+        return sinks, recent
+
     @staticmethod
     def _overfull(protected: int, budget: int, what: str) -> str:
         return (
             f"{protected} protected entries ({what}) do not fit into a budget of {budget} entries per head: "
             "raise the budget (or lower the ratio), or protect fewer (sinks=, recent=, protect_prompt=False)"
         )
+
+
+def protected_entries(
+    positions: Tensor, seen: Tensor, sinks: Sequence[int], recent: Sequence[int], prompts: Tensor | None = None
+) -> Tensor:
+    """Entries that stay whatever their score, bool in the shape of ``positions``.
+
+    Args:
+        positions: ``(B, H or 1, N)`` int64; -1 is padding, which is never protected.
+        seen: ``(B,)`` int64, real tokens seen by each row.
+        sinks, recent: first and last tokens, one number each for all rows or one per row.
+        prompts: ``(B,)`` int64, first tokens that are protected, too.
+    """
+    first, last = (torch.tensor(n, device=positions.device)[:, None, None] for n in (sinks, recent))
+    protected = (positions < first) | (positions >= seen[:, None, None] - last)
+    if prompts is not None:
+        protected |= positions < prompts[:, None, None]
+    return protected & (positions >= 0)

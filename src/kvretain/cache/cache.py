@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ..policy import Policy
 from . import support, tap
 from .budget import Budget
 from .layer import RetentionLayer
+from .quantised import STORAGES, QuantisedLayer
 from .ragged import RaggedLayer
 from .replay import Replaying, Unscored, replay
 from .session import Session
@@ -40,7 +43,7 @@ class RetentionCache(Cache, tap.Follower):
     a row equals its solo run whenever both evict at the same passes.
 
     Attributes:
-        policy: how entries are chosen.
+        policy: how entries are chosen; ``storage`` what they are stored in, see :meth:`for_model`.
         layers: :class:`RetentionLayer` for full attention (with ``.positions``), transformers' own for sliding windows.
         trace: entries, bytes and evictions at every pass, see :class:`Trace`.
     """
@@ -58,6 +61,7 @@ class RetentionCache(Cache, tap.Follower):
         recent: int | None = None,
         protect_prompt: bool = False,
         trigger: str = "slack",
+        storage: str | None = None,
     ) -> RetentionCache:
         """An empty cache for ``model``.
 
@@ -75,24 +79,24 @@ class RetentionCache(Cache, tap.Follower):
             trigger: ``"slack"``: compress when ``budget + every`` entries are stored. ``"periodic"``: when the columns
                 seen are a multiple of ``every``. On average a long run then holds ``budget + (every - 1) / 2`` entries
                 either way; see :class:`~kvretain.cache.budget.Budget`.
+            storage: ``"int8"`` or ``"fp8"`` (e4m3) keeps entries in 8 bits with one scale each, see
+                :mod:`kvretain.cache.quantised`; by default they stay as the model computes them.
 
         Raises:
             ValueError: an unknown policy or argument, a number out of range, both or neither of ``budget`` and
                 ``ratio``, more protected tokens than the budget holds, or a model that cannot be served (refused by
                 name).
             FileNotFoundError: the policy names a calibration or gate file that is not there.
-            ImportError: transformers is older than 5.17.
         """
-        support.check_transformers()
         policy = Policy.parse(policy) if isinstance(policy, str) or not isinstance(policy, Policy) else policy
         limit = None if policy.scorer is None else Budget(budget, ratio, every, sinks, recent, protect_prompt, trigger)
-        cache = cls._build(model, policy, limit)
+        cache = cls._build(model, policy, limit, storage)
         if limit is not None:
             support.ensure_verified(model)
         return cache
 
     @classmethod
-    def _build(cls, model: Any, policy: Policy, limit: Budget | None) -> RetentionCache:
+    def _build(cls, model: Any, policy: Policy, limit: Budget | None, storage: str | None = None) -> RetentionCache:
         decoder = support.decoder_of(model)
         layers = support.layers_of(decoder)
         if policy.ragged and "flex" in str(decoder.config._attn_implementation):
@@ -102,7 +106,16 @@ class RetentionCache(Cache, tap.Follower):
             )
         full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         session = Session(policy, limit, len(layers), len(full))
-        kind = RaggedLayer if policy.ragged else RetentionLayer
+        if storage is not None and storage not in STORAGES:
+            raise ValueError(f"unknown storage {storage!r}; valid: {', '.join(STORAGES)}, or None")
+        if storage is not None and policy.ragged:
+            raise ValueError(
+                f"the policy {str(policy)!r} keeps unequal numbers of entries, which storage={storage!r} cannot hold: "
+                "choose the scope head, layer, model or aligned"
+            )
+        kind: Any = RaggedLayer if policy.ragged else RetentionLayer
+        if storage is not None:
+            kind = functools.partial(QuantisedLayer, storage=storage)
         gates: Sequence[LayerGate] = ()
         if "hidden" in policy.needs:
             support.attentions_of(decoder)
@@ -114,7 +127,7 @@ class RetentionCache(Cache, tap.Follower):
             layers[index].gate = gates[rank] if gates else None
         cache = cls(layers=layers)
         cache._equip(policy, decoder)
-        cache.policy, cache._session = policy, session
+        cache.policy, cache.storage, cache._session = policy, storage, session
         cache._unscored, cache._replaying = Unscored(), None
         cache._argument = support.cache_argument(decoder)
         cache._new_trace()
@@ -123,6 +136,7 @@ class RetentionCache(Cache, tap.Follower):
 
     # The public attributes, for type checkers
     policy: Policy
+    storage: str | None
     trace: Trace
     _session: Session
     _attachment: tap.Attachment
@@ -397,6 +411,36 @@ class RetentionCache(Cache, tap.Follower):
             limit = session.budget.tokens if session.budget else None
             if limit is not None and session.evicted_at == layer.seen:
                 assert layer.kept <= limit, f"{where}: kept {layer.kept} above the budget {limit}"
+
+    # In a file
+
+    def save(self, path: str | Path) -> Path:
+        """Writes all that the cache holds and knows to a safetensors file, which appears complete or not at all.
+
+        :meth:`load` gives a cache that continues exactly as this one would. The file holds the policy, the budget and
+        the fingerprint of the weights, but neither weights nor calibrations and gates. Reading it runs no code.
+
+        Raises:
+            ValueError: a pass is unfinished, or a layer's state cannot be saved (recurrent layers).
+            ImportError: safetensors is not installed.
+        """
+        from .saving import save
+
+        return save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> RetentionCache:
+        """The cache that :meth:`save` wrote, for ``model`` with the same weights, on its device.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no saved cache, is damaged, or was saved with other weights; or what :meth:`for_model`
+                refuses.
+            ImportError: safetensors is not installed.
+        """
+        from .saving import load
+
+        return load(cls, path, model)
 
     # What transformers calls
 

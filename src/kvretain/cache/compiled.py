@@ -96,7 +96,7 @@ class CompiledDecoding:
         elif not all(type(layer) is RetentionLayer for layer in cache.layers):
             other = next(layer for layer in cache.layers if type(layer) is not RetentionLayer)
             kind = "unequal heads" if isinstance(other, RaggedLayer) else f"a {type(other).__name__}"
-            reason = f"it has {kind}, whose shapes change"
+            reason = f"it has {kind}, whose storage is not plain keys of a fixed shape"
         elif cache.policy.collects or cache.policy.tapped:
             reason = f"its policy {str(cache.policy)!r} observes every pass, which a compiled one does not show"
         elif session.mask is not None:

@@ -20,6 +20,7 @@ from ..merge.base import taken
 from ..policy import PER_ENTRY
 from ..rope import Rope
 from . import tap
+from .budget import protected_entries
 from .session import Session
 from .view import CacheView
 
@@ -55,6 +56,7 @@ class RetentionLayer(CacheLayerMixin):
         """Forgets everything and frees the storage."""
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self._types: tuple[torch.dtype, ...] = ()
         self.is_initialized = False
         self._filled = 0
         self.seen = 0
@@ -117,19 +119,28 @@ class RetentionLayer(CacheLayerMixin):
 
     def _empty(self, keys: Tensor, values: Tensor) -> None:
         """Storage for no entry, with the shapes and dtypes of ``keys`` and ``values`` otherwise."""
+        self._types = keys.dtype, values.dtype
         self._store(*(t.new_empty(*t.shape[:2], 0, t.shape[3]) for t in (keys, values)))
 
-    def _store(self, keys: Tensor, values: Tensor) -> None:
-        self._keys, self._values = keys, values
-        self.nbytes = keys.untyped_storage().nbytes() + values.untyped_storage().nbytes()
+    def _parts(self) -> tuple[Tensor, ...]:
+        """What is stored, tensors ``(B, H, capacity, ...)``."""
+        assert self._keys is not None and self._values is not None
+        return self._keys, self._values
+
+    def _pack(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values as :meth:`_parts`."""
+        return keys, values
+
+    def _store(self, *parts: Tensor) -> None:
+        """Makes ``parts`` the storage."""
+        self._keys, self._values = parts[:2]
+        self.nbytes = sum(part.untyped_storage().nbytes() for part in parts)
 
     def _reserve(self, capacity: int) -> None:
         """Moves the entries into storage for ``capacity`` of them."""
-        keys, values = self.keys, self.values
-        assert keys is not None and values is not None
-        larger = [old.new_empty(*old.shape[:2], capacity, old.shape[3]) for old in (keys, values)]
-        for new, old in zip(larger, (keys, values), strict=True):
-            new[:, :, : self._filled] = old
+        larger = [old.new_empty(*old.shape[:2], capacity, old.shape[3]) for old in self._parts()]
+        for new, old in zip(larger, self._parts(), strict=True):
+            new[:, :, : self._filled] = old[:, :, : self._filled]
         self._store(*larger)
 
     def _capacity(self, target: int) -> int:
@@ -172,8 +183,25 @@ class RetentionLayer(CacheLayerMixin):
             )
         key_states, value_states = key_states.detach(), value_states.detach()
         self._check(key_states, value_states)
-        new, total = plan.columns, self._filled + plan.columns
-        assert self._keys is not None and self._values is not None
+        keys, values = self._append(key_states, value_states)
+        self._filled += plan.columns
+        self.seen += plan.columns
+        if self.gate is not None:
+            self._take_gated(plan.columns)
+        if self.session.policy.tapped:
+            tap.expect(self, keys)
+        elif plan.evict and self._transient and not self.session.policy.deferred:
+            # Attention holds the long tensors; the layer lets go of them now, so that only one layer's are alive at a
+            # time. What was written in place is still being read and is compacted when the pass ends.
+            self.session.evict([self])
+        return keys, values
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new columns; returns keys and values of all entries, and says whether they are not the storage
+        that later passes write to."""
+        plan = self.session.plan
+        assert plan is not None and self._keys is not None and self._values is not None
+        total = self._filled + plan.columns
         if total > self._keys.shape[2] and not plan.prefill:
             self._reserve(self._capacity(plan.target))
         if total <= self._keys.shape[2]:
@@ -189,18 +217,7 @@ class RetentionLayer(CacheLayerMixin):
                 torch.cat([self._values[:, :, : self._filled], value_states], 2),
             )
             self._transient = plan.evict
-        self._filled = total
-        self.seen += new
-        if self.gate is not None:
-            self._take_gated(new)
-        keys, values = self._keys[:, :, :total], self._values[:, :, :total]
-        if self.session.policy.tapped:
-            tap.expect(self, keys)
-        elif plan.evict and self._transient and not self.session.policy.deferred:
-            # Attention holds the long tensors; the layer lets go of them now, so that only one layer's are alive at a
-            # time. What was written in place is still being read and is compacted when the pass ends.
-            self.session.evict([self])
-        return keys, values
+        return self._keys[:, :, :total], self._values[:, :, :total]
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         plan, batch = self.session.plan, self.session.batch
@@ -208,12 +225,13 @@ class RetentionLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         assert self._keys is not None and self._values is not None
-        for name, new, old in (("keys", keys, self._keys), ("values", values, self._values)):
+        pairs = zip(("keys", "values"), (keys, values), (self._keys, self._values), self._types, strict=True)
+        for name, new, old, dtype in pairs:
             expected = (batch, old.shape[1], plan.columns, old.shape[3])
-            if tuple(new.shape) != expected or new.dtype != old.dtype or new.device != old.device:
+            if tuple(new.shape) != expected or new.dtype != dtype or new.device != old.device:
                 raise ValueError(
                     f"layer {self.index} got {name} {tuple(new.shape)} {new.dtype} on {new.device}; this cache holds "
-                    f"{expected} {old.dtype} on {old.device}: is it used with the model it was made for?"
+                    f"{expected} {dtype} on {old.device}: is it used with the model it was made for?"
                 )
 
     # Hidden states
@@ -374,10 +392,8 @@ class RetentionLayer(CacheLayerMixin):
         assert session.plan is not None
         batch, device, plan = keys.shape[0], keys.device, session.plan
         positions, seen = self._positions_shared(), session.columns.counts(batch, device)
-        sinks, recent = (torch.tensor(n, device=device)[:, None, None] for n in (plan.sinks, plan.recent))
-        protected = (positions < sinks) | (positions >= seen[:, None, None] - recent)
-        if plan.prompt:
-            protected |= positions < session.columns.prompt_counts(batch, device)[:, None, None]
+        prompts = session.columns.prompt_counts(batch, device) if plan.prompt else None
+        protected = protected_entries(positions, seen, plan.sinks, plan.recent, prompts)
         size = self._window.shape[2] if self._window is not None else 1
         order = torch.arange(size, device=device).add(self._oldest).remainder(size)
         return CacheView(
@@ -387,7 +403,7 @@ class RetentionLayer(CacheLayerMixin):
             seen=seen,
             budget=max(plan.counts) if isinstance(plan.counts, tuple) else plan.counts,
             budgets=plan.counts if isinstance(plan.counts, tuple) else None,
-            protected=(protected & (positions >= 0)).expand(-1, keys.shape[1], -1),
+            protected=protected.expand(-1, keys.shape[1], -1),
             queries=None if self._window is None else self._window[:, :, order],
             query_valid=None if self._window_valid is None else self._window_valid[:, order],
             **self._named_numbers(),
@@ -452,16 +468,17 @@ class RetentionLayer(CacheLayerMixin):
         attention = None if self._attention is None else self._attention.gather(2, wide)
         if (merger := self.session.policy.merger) is not None:
             at = index.expand(-1, heads, -1)
-            chosen = merger.merge(*self._all(), at, positions.expand(-1, heads, -1))
+            chosen = self._pack(*merger.merge(*self._all(), at, positions.expand(-1, heads, -1)))
         else:
-            chosen = taken(self._keys, wide), taken(self._values, wide)
+            chosen = tuple(taken(part, wide) for part in self._parts())
         self._positions = positions.gather(2, slots.expand(-1, positions.shape[1], -1)).masked_fill(index < 0, -1).int()
         # A replay has left storage for its own tokens, too.
         if plan.prefill or "replay" in self.session.policy.needs:
             self._store(*chosen)
             self._attention = attention
         else:
-            self._keys[:, :, :kept], self._values[:, :, :kept] = chosen
+            for part, new in zip(self._parts(), chosen, strict=True):
+                part[:, :, :kept] = new
             if self._attention is not None and attention is not None:
                 self._attention[:, :, :kept] = attention
         self._transient = False
@@ -516,7 +533,7 @@ class RetentionLayer(CacheLayerMixin):
             return
         assert self._keys is not None and self._values is not None
         rows = rows.to(self._keys.device)
-        self._store(self._keys.index_select(0, rows), self._values.index_select(0, rows))
+        self._store(*(part.index_select(0, rows) for part in self._parts()))
         for name in ("_positions", "_window", "_window_valid", "_attention"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, rows))

@@ -39,8 +39,8 @@ class RaggedLayer(RetentionLayer):
         """Entries stored per head, averaged over heads and rows."""
         return self._filled + (sum(self._counts) / len(self._counts) if self._counts else 0)
 
-    def _store(self, keys: Tensor, values: Tensor) -> None:
-        super()._store(keys, values)
+    def _store(self, *parts: Tensor) -> None:
+        super()._store(*parts)
         if self._flat is not None:
             self.nbytes += sum(part.untyped_storage().nbytes() for part in self._flat)
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -25,8 +26,14 @@ FORMAT = "kvretain cache 1"
 _SHARED = ("policy", "budget", "num_layers", "retained", "columns", "values", "plan")
 """Of a session: what is written apart, and the plan, which there is only within a pass."""
 
-_OWN = ("session", "index", "rank", "rope", "calibration", "gate", "device", "dtype", "_keys", "_values", "nbytes")
+_GIVEN = ("session", "index", "rank", "rope", "calibration", "gate", "device", "dtype", "storage_type")
+_STORED = ("_keys", "_values", "_scales", "_types", "nbytes")
+_OWN = (*_GIVEN, *_STORED)
 """Of a layer: what the model or the policy says, and the storage, which is written as long as it is filled."""
+
+_TYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
 
 
 def save(cache: RetentionCache, path: str | Path) -> Path:
@@ -46,19 +53,19 @@ def save(cache: RetentionCache, path: str | Path) -> Path:
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, RetentionLayer):
             own = {name: value for name, value in vars(layer).items() if name not in _OWN}
-            filled = {"keys": layer.keys, "values": layer.values}
+            parts = [part[:, :, : layer._filled] for part in layer._parts()] if layer.is_initialized else None
+            own |= {"types": [str(dtype).removeprefix("torch.") for dtype in layer._types], "parts": parts}
         elif isinstance(layer, DynamicSlidingWindowLayer):
             own = {"cumulative_length": layer.cumulative_length, "is_initialized": layer.is_initialized}
-            filled = {"keys": layer.keys, "values": layer.values}
+            own["parts"] = [layer.keys, layer.values] if layer.is_initialized else None
         else:
             raise ValueError(f"layer {index} is a {type(layer).__name__}, whose state cannot be saved")
-        state["layers"].append(
-            {name: _pack(value, f"layers.{index}.{name}", tensors) for name, value in (own | filled).items()}
-        )
+        state["layers"].append({name: _pack(value, f"layers.{index}.{name}", tensors) for name, value in own.items()})
     about = {
         "format": FORMAT,
         "weights": artefacts.fingerprint(cache._attachment.decoder),
         "policy": json.dumps(cache.policy.to_dict()),
+        "storage": json.dumps(cache.storage),
         "budget": json.dumps(None if session.budget is None else dataclasses.asdict(session.budget)),
         "state": json.dumps(state),
     }
@@ -78,7 +85,9 @@ def load(cls: type[RetentionCache], path: str | Path, model: Any) -> RetentionCa
         )
     budget = json.loads(about["budget"])
     limit = {} if budget is None else {"budget": budget.pop("tokens"), **budget}
-    cache = cls.for_model(model, Policy.from_dict(json.loads(about["policy"])), **limit)
+    cache = cls.for_model(
+        model, Policy.from_dict(json.loads(about["policy"])), storage=json.loads(about["storage"]), **limit
+    )
     state, session = json.loads(about["state"]), cache._session
     where = model.device
     try:
@@ -92,17 +101,21 @@ def load(cls: type[RetentionCache], path: str | Path, model: Any) -> RetentionCa
             cache.trace._spans.append(_Span(first, steps))
         layers: list[Any] = cache.layers
         for layer, own in zip(layers, state["layers"], strict=True):
-            keys, values = (_unpack(own.pop(name), tensors, where) for name in ("keys", "values"))
-            if keys is not None:
-                layer.lazy_initialization(keys, values)
+            parts = _unpack(own.pop("parts"), tensors, where)
             if isinstance(layer, RetentionLayer):
+                types = [_TYPES[name] for name in _unpack(own.pop("types"), tensors, where)]
+                if parts is not None:
+                    empty = (part[:, :, :0].to(dtype) for part, dtype in zip(parts, types, strict=False))
+                    layer.lazy_initialization(*empty)
                 _fill(layer, own, tensors, where, _OWN)
-                if keys is not None:
-                    layer._store(keys, values)
+                if parts is not None:
+                    layer._store(*parts)
             else:
                 assert isinstance(layer, DynamicSlidingWindowLayer)
+                if parts is not None:
+                    layer.lazy_initialization(*parts)
+                    layer.keys, layer.values = parts
                 _fill(layer, own, tensors, where)
-                layer.keys, layer.values = keys, values
         cache.check_integrity()
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, IndexError) as error:
         raise ValueError(f"the saved cache {str(path)!r} is damaged: {type(error).__name__} {error}") from error

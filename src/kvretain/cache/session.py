@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..choose import choose, choose_unequal, shared_values
+from ..choose import choose, choose_unequal, row_budgets, shared_values
 from ..policy import Policy
 from ..select import Selector
-from ..select.allocate import layer_budgets
 from .budget import Budget
 from .columns import Columns
 from .view import CacheView
@@ -165,25 +164,7 @@ class Session:
             prompts = (real or [seen]) if whole else self._prompts(len(targets))
         scorer = self.policy.scorer
         assert scorer is not None
-        rows = zip(targets, prompts, real or [seen], strict=True)
-        pairs = [self.budget.protection(target, prompt, scorer, n) for target, prompt, n in rows]
-        sinks, recent = zip(*pairs, strict=True)
-        # A short row beside a longer one is served; it is an error where no row can be valued.
-        valued = [
-            n
-            for n, stays, has, *protected in zip(
-                real or [seen],
-                counts if isinstance(counts, tuple) else (counts,),
-                stored or (kept,),
-                sinks,
-                recent,
-                prompts,
-                strict=True,
-            )
-            if sum(protected) < stays < has
-        ]
-        if valued:
-            scorer.check_seen(max(valued))
+        sinks, recent = self.budget.protections(scorer, targets, prompts, real or [seen], stored or (kept,))
         return Plan(columns, prefill, True, target, counts, sinks, recent, self.budget.protect_prompt)
 
     def _prompts(self, rows: int) -> list[int]:
@@ -239,7 +220,7 @@ class Session:
             return choose(self.policy, views, self.ratio, counts)
         rows = counts if isinstance(counts, tuple) else (counts,) * views[0].keys.shape[0]
         if not self.policy.whole_model:
-            rows = tuple(self.layer_budget(layers[0].rank, row, views[0]) for row in rows)
+            rows = row_budgets(self.policy, views[0], rows, layers[0].rank, self.retained, bool(self.evicted_at))
         return choose_unequal(self.policy, views, self.ratio, rows)
 
     def _shared_values(self, views: Sequence[CacheView]) -> Tensor:
@@ -250,14 +231,6 @@ class Session:
             return shared_values(self.policy, views)
         carried = self.values[1][:, None]
         return torch.cat([carried, shared_values(self.policy, views, start=carried.shape[2])], 2)
-
-    def layer_budget(self, rank: int, mean: int, view: CacheView) -> int:
-        """Entries per head of the ``rank``-th retention layer when ``mean`` is their average over layers."""
-        lowest = min(int(view.protected.sum(-1).max()), mean)
-        # At the first eviction all layers have equally many entries, and none can keep more than it has.
-        highest = 2 * mean if self.evicted_at else max(mean, view.keys.shape[2])
-        kind, beta = self.policy.layers, self.policy.beta
-        return layer_budgets(kind, mean, self.retained, lowest=lowest, highest=highest, beta=beta)[rank]
 
     def compress(self, layers: Sequence[RetentionLayer], policy: Policy, budget: Budget) -> bool:
         """Evicts between two passes, by another policy and budget; tells whether anything had to go.

@@ -7,30 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from .. import artefacts
 from ..policy import Policy
 from ..rope import Rope
 from ..scores import Scorer
 from .budget import Budget
+from .versions import check_transformers
 from .view import CacheView
 
-OLDEST = (5, 17)
+check_transformers()  # older releases lack some of these names
+
+from transformers import DynamicCache, PreTrainedModel  # noqa: E402
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer  # noqa: E402
 
 UNTOUCHED = (DynamicSlidingWindowLayer, LinearAttentionLayer)
 """Layers that are bounded already; they stay transformers' own."""
-
-
-def check_transformers() -> None:
-    """Raises ImportError below transformers 5.17, the oldest release that the cache is tested with."""
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2] if part.isdigit())
-    if version < OLDEST:
-        raise ImportError(
-            f"RetentionCache needs transformers>=5.17, found {transformers.__version__}: pip install -U transformers"
-        )
 
 
 def decoder_of(model: Any) -> PreTrainedModel:
@@ -90,7 +83,7 @@ def output_projections(decoder: Any) -> dict[int, Tensor]:
                 f"{decoder.config.model_type} models: this policy's scorer needs the output projection of attention, "
                 f"and layer {index} has none of the names {', '.join(PROJECTIONS)} with plain weights"
             )
-        weights[index] = found[0].weight.detach()
+        weights[index] = artefacts.plain(found[0].weight)
     return weights
 
 

@@ -1,6 +1,6 @@
 """The commands of ``kvretain``, one file each: options, tables and progress bars; the work is in what they import."""
 
-from . import ask, calibrate, demo, evaluate, observe, plan, policies, report, study, train_gate
+from . import ask, calibrate, demo, evaluate, lab, observe, plan, policies, report, study, train_gate, view
 from .shared import app
 
 __all__ = [
@@ -9,10 +9,12 @@ __all__ = [
     "calibrate",
     "demo",
     "evaluate",
+    "lab",
     "observe",
     "plan",
     "policies",
     "report",
     "study",
     "train_gate",
+    "view",
 ]

@@ -60,7 +60,7 @@ def calibrate(
     started = time.perf_counter()
     with clear_errors():
         check_model(model, dtype)
-        from .. import artefacts, data
+        from .. import artefacts
         from .. import calibrate as measure
         from ..observe import concentration
 
@@ -68,12 +68,16 @@ def calibrate(
             concentration.check(plot)
         if path is not None and path.is_dir():
             raise ValueError(f"--out {path} is a folder")
-        words = data.chapter() if text is None else read_text(text, "--text")
+        given = None if text is None else read_text(text, "--text")
         llm, tokenizer = load(model, dtype, device, threads)
+        words, title, most = measure.default_text(llm)
+        if given is not None:
+            words, title, most = given, Path(str(text)).name, context
         with measure.progress_bar("calibrating") as report:
-            found = measure.calibrate(llm, words, tokenizer, tokens=tokens, context=context, chunk=chunk, report=report)
+            found = measure.calibrate(
+                llm, words, tokenizer, tokens=tokens, context=min(context, most), chunk=chunk, report=report
+            )
         path = found.save(path or artefacts.own_path("calibration", llm))
-        title = "a chapter of Alice" if text is None else Path(text).name
         if plot is not None:
             concentration.draw(found, plot, source=f"{found.metadata['model'] or model} on {title}")
     heads = found.concentration

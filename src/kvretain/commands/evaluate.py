@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
@@ -26,6 +25,7 @@ from .shared import (
     err,
     out,
     print_json,
+    split_items,
 )
 
 if TYPE_CHECKING:
@@ -36,19 +36,11 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 
 
-def _split(values: list[str], option: str) -> list[str]:
-    """Comma-separated items of a repeatable option; commas inside parentheses belong to an item."""
-    items = [item.strip() for value in values for item in re.split(r",(?![^()]*\))", value)]
-    if not items or "" in items:
-        raise ValueError(f"{option} has an empty item")
-    return items
-
-
 def _scoped(policies: list[str], scopes: list[str] | None) -> list[str]:
     """Each policy at each scope; those that name a scope, and ``full``, stay as they are."""
     if scopes is None:
         return policies
-    names = _split(scopes, "--scopes")
+    names = split_items(scopes, "--scopes")
     return [
         text if "@" in text or text == "full" else f"{text}@{scope}"
         for scope in names
@@ -69,6 +61,8 @@ Examples:
 --text book.txt --out recall` – needles in the first half of a text that flows through a budget
 - `kvretain eval --tasks decode --budgets 64,128 --length 128 --following 512 --n 3 --policies keydiff,snapkv \
 --text book.txt --out fidelity` – 24 passages read token by token; tokens after the first 128 are compared
+- `kvretain eval --tasks longbench:qasper,longbench:trec --data LongBench/data --length 4096 --n 200 --ratios 0.5,0.9 \
+--model Qwen/Qwen3-0.6B --out longbench` – or `--data hub`; `ruler:niah_single_1` and `gsm8k` in the same way
 
 A task tells policies apart only where they are neither always right nor always wrong. Choose `--length` on other \
 examples than the table's: run `--policies keydiff --n 20 --skip 1000` at several lengths, each into a folder of its \
@@ -86,7 +80,8 @@ def evaluate(
         typer.Option(
             help="Comma-separated: single, single7, multikey, multivalue, multiquery, tracking, words (needles), "
             "continuation, svamp: these compress a context once. stream-single, ... (the same needles) and decode: "
-            "these feed it through the budget. Default: single."
+            "these feed it through the budget. Public benchmarks, read from --data: longbench:qasper, ..., "
+            "ruler:niah_single_1, ..., gsm8k. Default: single."
         ),
     ] = None,
     policies: Annotated[
@@ -102,9 +97,16 @@ def evaluate(
     scopes: Annotated[
         list[str] | None, typer.Option(help="Comma-separated: run the policies that name no scope at each of these.")
     ] = None,
-    n: Annotated[int, typer.Option(min=1, help="Examples of each task; one of decode has --passages texts.")] = 20,
+    n: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Examples of each task, or all that a benchmark has; one of decode has --passages texts."
+        ),
+    ] = 20,
     skip: Annotated[int, typer.Option(min=0, help="Start at this example: another part of the same series.")] = 0,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a context.")] = 1024,
+    length: Annotated[
+        int, typer.Option(min=1, help="Tokens of a context; longer prompts of LongBench are cut in their middle.")
+    ] = 1024,
     following: Annotated[
         int, typer.Option(min=1, help="Tokens compared after a context, for continuation and decode.")
     ] = 256,
@@ -125,14 +127,19 @@ def evaluate(
         bool,
         typer.Option(
             "--generate/--no-generate",
-            help="Write greedy replies, or only tell (faster) whether they would begin with the right answer; "
-            "stream-... tasks never write.",
+            help="Write greedy replies, or only tell (faster) whether they would begin with the right answer (for "
+            "benchmarks: only the NLL); stream-... tasks never write.",
         ),
     ] = True,
     text: Annotated[
         str | None, typer.Option(help="Text file to take contexts from; default: a chapter of Alice (3,000 tokens).")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="SVAMP's test.jsonl, for the task svamp.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A benchmark's folder with its files, or one of its files; or hub. For svamp: its test.jsonl."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the examples.")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="Processes, each with its own model.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each process.")] = 1,
@@ -141,7 +148,7 @@ def evaluate(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what policies lose: needles, continuations and word problems, with intervals."""
+    """Measure what policies lose: needles, continuations, word problems and public benchmarks, with intervals."""
     started = time.perf_counter()
     with clear_errors():
         check_model(model, dtype)
@@ -150,14 +157,14 @@ def evaluate(
         from ..evidence import report, runner
         from ..evidence.store import Store
 
-        chosen = _split(tasks or ["single"], "--tasks")
-        if unknown := [task for task in chosen if task not in runner.TASKS]:
-            raise ValueError(f"unknown task {unknown[0]!r}; valid: {', '.join(runner.TASKS)}")
+        chosen = split_items(tasks or ["single"], "--tasks")
+        for task in chosen:
+            runner.check_task(task)
         if ratios is None and budgets is None:
             ratios = ["0.5,0.9"]
-        values = [_number(item, float, "--ratios") for item in _split(ratios, "--ratios")] if ratios else []
-        sizes = [_number(item, int, "--budgets") for item in _split(budgets, "--budgets")] if budgets else []
-        names = _scoped(_split(policies or ["snapkv,snapkv+hub,keydiff,keydiff+hub"], "--policies"), scopes)
+        values = [_number(item, float, "--ratios") for item in split_items(ratios, "--ratios")] if ratios else []
+        sizes = [_number(item, int, "--budgets") for item in split_items(budgets, "--budgets")] if budgets else []
+        names = _scoped(split_items(policies or ["snapkv,snapkv+hub,keydiff,keydiff+hub"], "--policies"), scopes)
         for name in names:
             for value in values:
                 check_budget(name, None, value, every=every)
@@ -175,7 +182,10 @@ def evaluate(
             chunk, every, passages,
         )  # fmt: skip
         store = Store(out_folder, setting.identity())
-        units = runner.plan(store, chosen, range(skip, skip + n), cases)
+        public = runner.read_data(setting, chosen)
+        store.bind({task: benchmark.digest for task, benchmark in public.items()})
+        examples = {task: benchmark.size for task, benchmark in public.items()}
+        units = runner.plan(store, chosen, range(skip, skip + n), cases, examples)
         total = len(units)
         units = units[:limit]
         about = {"command": "kvretain " + shlex.join(sys.argv[1:])}

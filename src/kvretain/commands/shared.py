@@ -6,6 +6,7 @@ Answers and tables go to standard output, progress and errors to standard error.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,6 +176,14 @@ def read_text(source: str, option: str) -> str:
     if not text.strip():
         raise ValueError(f"{option} {source} is empty")
     return text
+
+
+def split_items(values: list[str], option: str) -> list[str]:
+    """Comma-separated items of a repeatable option; commas inside parentheses belong to an item."""
+    items = [item.strip() for value in values for item in re.split(r",(?![^()]*\))", value)]
+    if not items or "" in items:
+        raise ValueError(f"{option} has an empty item")
+    return items
 
 
 def note_length(model: Any, tokens: int) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..cache import RetentionCache
 from ..policy import Policy
 from ..scores.random import Random
-from ..tasks.example import Continuation, Example
+from ..tasks.example import Continuation, Example, Written
+from .grading import Verdict, grade
 from .replay import compressed, forward, record, recording_key
 
 
@@ -42,13 +43,14 @@ class Measurement:
         nll: mean negative log-likelihood of the target's tokens, in nats, teacher-forced.
         kl: continuations and decoding: mean KL divergence of the next-token distribution from the full cache's, in
             nats.
-        exact: needles and word problems only: whether the greedy reply is right.
+        exact: needles, word problems and GSM8K: whether the greedy reply is right.
         prefix: whether the greedy reply begins with the target's answer, token by token.
         reply: the greedy reply.
         seconds: this case alone; ``prefill_seconds`` is what the whole example shared.
         mean_cache, peak_cache: what is fed through a budget only: entries per KV head after each pass, their mean over
             all passes and layers and their largest number (``Trace.mean_length`` and ``peak_length``).
         token_nll, token_kl: decoding only: the values behind ``nll`` and ``kl``, one list a passage.
+        score: LongBench and RULER only: the greedy reply's score in [0, 1] by the benchmark's metric.
     """
 
     task: str
@@ -69,6 +71,7 @@ class Measurement:
     peak_cache: float | None = None
     token_nll: list[list[float]] | None = None
     token_kl: list[list[float]] | None = None
+    score: float | None = None
 
     @property
     def case(self) -> Case:
@@ -90,22 +93,31 @@ def cut(tokenizer: Any, example: Example) -> Pieces:
     """The example's prompt as the model reads it: in its chat template, if it has one and the example is not raw.
 
     The context's part holds everything before the question; the opening's part everything after it.
+
+    Raises:
+        ValueError: the chat template changes the question.
     """
-    question, joint = example.question, "" if example.raw else "\n\n"
+    whole = isinstance(example, Written)
+    question, target, joint = example.question, example.target, "" if example.raw or whole else "\n\n"
     chat = not example.raw and getattr(tokenizer, "chat_template", None) is not None
     if chat:
+        question = question.rstrip()  # many templates strip a message
         message = {"role": "user", "content": f"{example.context}{joint}{question}"}
         text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
         text += example.opening
     else:
         text = f"{example.context}{joint}{question}{joint and chr(10)}{example.opening}"
     start = text.rfind(question)
+    if start < 0:
+        raise ValueError(f"the tokenizer's chat template changes the question of example {example.index}")
+    if whole and ((chat and not example.opening) or text[-1].isspace()):
+        target = target.lstrip()  # nothing stands before it that it could be parted from by a blank
 
     def ids(piece: str, special: bool = False) -> list[int]:
         return list(tokenizer(piece, add_special_tokens=special)["input_ids"])
 
     stop = start + len(question)
-    return Pieces(ids(text[:start], not chat), ids(text[start:stop]), ids(text[stop:]), ids(example.target))
+    return Pieces(ids(text[:start], not chat), ids(text[start:stop]), ids(text[stop:]), ids(target))
 
 
 def measure(
@@ -130,7 +142,7 @@ def measure(
         aware: the question is compressed together with the context, so that policies which read the last queries see
             it; by default it comes afterwards.
         generate: whether to write greedy replies. Without them ``exact`` says whether the greedy reply *begins* with
-            the target's answer, which teacher forcing alone can tell.
+            the target's answer, which teacher forcing alone can tell; replies of benchmarks are not judged then.
         report: called after each case.
     """
     groups: dict[Any, list[Case]] = {}
@@ -202,13 +214,24 @@ def _question(
         else:
             logits = forward(model, rest + pieces.target[:-1], cache, logits=len(target))
         nll, agreed = forced(logits, target)
+        if isinstance(example, Written):
+            judged: tuple[bool | None, float | None, str | None] = None, None, None
+            if asked is not None:
+                judged = _judged(model, tokenizer, asked, example, int(logits[0].argmax()))
+            exact, score, written = judged
+            yield Measurement(
+                example.task, example.index, case.policy, case.ratio, len(first), kept, nll, None,
+                exact, None, written, seconds, time.perf_counter() - began, case.budget, score=score,
+            )  # fmt: skip
+            continue
         reply = tokenizer.decode(pieces.target[:agreed], skip_special_tokens=True)
         prefix = example.grade(reply)
         if not prefix and asked is not None:
             other = [int(logits[agreed].argmax())] if agreed < len(target) else []
             begun = pieces.target[:agreed] + other
             several = len(example.answers) > 1
-            reply = _greedy(model, tokenizer, asked, begun, (1 + several) * len(target) + 8, lines=several)
+            over = _never if several else _past_first_line
+            reply, _ = _greedy(model, tokenizer, asked, begun, (1 + several) * len(target) + 8, over)
         yield Measurement(
             example.task, example.index, case.policy, case.ratio, len(first), kept, nll, None,
             prefix or example.grade(reply), prefix, reply, seconds, time.perf_counter() - began, case.budget,
@@ -225,18 +248,39 @@ def forced(logits: Tensor, target: Tensor) -> tuple[float, int]:
     return nll, agreed
 
 
-def _greedy(model: Any, tokenizer: Any, cache: RetentionCache, begun: list[int], most: int, *, lines: bool) -> str:
-    """The greedy reply that starts with ``begun``, up to ``most`` tokens, the end of the text or, unless it may have
-    ``lines``, of its first line."""
+def _never(text: str) -> bool:
+    return False
+
+
+def _past_first_line(text: str) -> bool:
+    return "\n" in text.lstrip()
+
+
+def _judged(
+    model: Any, tokenizer: Any, cache: RetentionCache, example: Written, first: int
+) -> tuple[bool | None, float | None, str]:
+    """Whether the greedy reply that begins with the token ``first`` is right, or else its score; and the reply."""
+    reply, tokens = _greedy(model, tokenizer, cache, [first], example.most, example.finished)
+    reply = example.trimmed(reply)
+    if example.metric is not None:
+        return None, example.metric(reply, example.answers), reply
+    return grade(reply, example.answers[0], cut_off=tokens >= example.most) is Verdict.RIGHT, None, reply
+
+
+def _greedy(
+    model: Any, tokenizer: Any, cache: RetentionCache, begun: list[int], most: int, over: Callable[[str], bool]
+) -> tuple[str, int]:
+    """The greedy reply that starts with ``begun``, up to ``most`` tokens, the end of the text, or where it is ``over``;
+    and its tokens."""
     ends = model.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
     tokens, new = list(begun), list(begun)
     while len(tokens) < most and new[-1] not in ends:
-        if not lines and "\n" in tokenizer.decode(tokens).lstrip():
+        if over(tokenizer.decode(tokens)):
             break
         new = [int(forward(model, new, cache, logits=1).argmax())]
         tokens += new
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return str(tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens)
 
 
 def kept_by(cache: RetentionCache) -> float:

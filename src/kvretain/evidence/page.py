@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..templates import render
 from .analysis import CellResult, as_dict, cells_of, outcomes
 from .diagnostics import diagnose, forest, points, short
 from .lock import changed, facts
@@ -34,19 +34,11 @@ def publish(study: Study, command: str) -> tuple[str, list[Path]]:
         ImportError: jinja2 or matplotlib is not installed.
         ValueError: a record is damaged.
     """
-    try:
-        import jinja2
-    except ImportError:
-        raise ImportError('the report needs jinja2: pip install "kvretain[study]"') from None
     content = contents(study, command)
     page = markdown(content)
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
     made = {
         "report.md": page,
-        "report.html": template.render(**content),
+        "report.html": render(__package__, "page.html.j2", content, extra="study"),
         "report.json": json.dumps(content["data"], indent=1, ensure_ascii=False) + "\n",
     }
     made |= {f"figures/{name}.svg": svg for name, svg in content["figures"].items()}

@@ -21,7 +21,10 @@ from .store import Store
 
 ALPHA = 0.05
 
-METRICS = ("exact", "nll", "kl")
+METRICS = ("exact", "score", "nll", "kl")
+TITLES = {"exact": "exact, %", "score": "score, %", "nll": "NLL", "kl": "KL"}
+PERCENT = ("exact", "score")
+"""Metrics in [0, 1] that are shown in percent, and of which more is better."""
 
 
 def values_of(row: Measurement, metric: str) -> list[float]:
@@ -139,7 +142,7 @@ def publish(store: Store, about: dict[str, Any]) -> tuple[dict[str, Any], str, l
     Returns:
         The summary, the page, and the paths written.
     """
-    about = {**store.identity, **about}
+    about = {**store.identity, **({"data": store.sources} if store.sources else {}), **about}
     summary = summarise(store.rows(), seed=store.identity["seed"])
     page = markdown(summary, about)
     return summary, page, store.finish(about, {**about, **summary}, page)
@@ -180,22 +183,24 @@ def markdown(summary: dict[str, Any], about: dict[str, Any]) -> str:
         "Means over examples (decode: over passages) with 95 % percentile-bootstrap intervals; these are too narrow "
         "below about 20 examples and of no width at 0 and 100 %. *removed*: fraction of the entries, or all but a "
         "budget; *exact*: right greedy replies; *NLL*: nats per token of the right reply (or of the true text), "
-        "teacher-forced; *KL*: nats per token to the full cache. Lower is better for NLL and KL.",
+        "teacher-forced; *KL*: nats per token to the full cache. Lower is better for NLL and KL."
+        + " *score*: the benchmark's own metric, of 100."
+        * any(cell["score"] for cell in summary["cells"]),
     ]
     for task in dict.fromkeys(cell["task"] for cell in summary["cells"]):
         cells = [cell for cell in summary["cells"] if cell["task"] == task]
         cells = _in_order(cells)
         streamed = any("mean_cache" in cell for cell in cells)
-        second = "KL" if any(cell["kl"] for cell in cells) else "exact, %"
+        second = next((name for name in ("kl", "score") if any(cell[name] for cell in cells)), "exact")
         lines += [
             "",
             f"## {task}",
             "",
-            f"| removed | policy | n | {'mean cache (peak)' if streamed else 'kept'} | {second} | NLL |",
+            f"| removed | policy | n | {'mean cache (peak)' if streamed else 'kept'} | {TITLES[second]} | NLL |",
             "|---|---|---|---|---|---|",
         ]
         for cell in cells:
-            measured = _shown(cell["kl"]) if second == "KL" else _shown(cell["exact"], percent=True)
+            measured = _shown(cell[second], percent=second in PERCENT)
             held = f"{cell['kept']:.0f}"
             if streamed:
                 held = f"{cell['mean_cache']:.1f}{' ≠' if cell.get('uneven') else ''} ({cell['peak_cache']:.0f})"
@@ -210,7 +215,7 @@ def markdown(summary: dict[str, Any], about: dict[str, Any]) -> str:
             ]
         if any(cell.get("uneven") for cell in cells):
             lines[-1] += " ≠: more than 1 % off the median of the policies of that size, so not comparable to them."
-        for name in ("kl" if second == "KL" else "exact", "nll"):
+        for name in (second, "nll"):
             lines += _paired(summary, task, name)
     if summary["differences"]:
         found = summary["comparisons"]
@@ -257,12 +262,12 @@ def _paired(summary: dict[str, Any], task: str, name: str) -> list[str]:
     rows = _in_order([row for row in summary["differences"] if row["task"] == task and row[name]])
     if not rows:
         return []
-    title, better = {"exact": ("exact, %", "more"), "nll": ("NLL", "less"), "kl": ("KL", "less")}[name]
+    better = "more" if name in PERCENT else "less"
     columns = list(dict.fromkeys(map(_removed, rows)))
     lines = [
         "",
-        f"What the refiner (or, without one, the selector) adds, {title}: policy minus its base at the same size, "
-        f"paired by example ({better} is better):",
+        f"What the refiner (or, without one, the selector) adds, {TITLES[name]}: policy minus its base at the same "
+        f"size, paired by example ({better} is better):",
         "",
         f"| policy | n | {' | '.join(columns)} |",
         f"|---|---|{'---|' * len(columns)}",
@@ -274,7 +279,7 @@ def _paired(summary: dict[str, Any], task: str, name: str) -> list[str]:
         shown = []
         for column in columns:
             row = of.get(column)
-            text = _shown(row and row[name], percent=name == "exact", signed=True)
+            text = _shown(row and row[name], percent=name in PERCENT, signed=True)
             if row and _excludes_0(row[name]):
                 text = text.replace(" ", "\\* ", 1)
             if row and row["p"][name]["corrected"] < ALPHA:

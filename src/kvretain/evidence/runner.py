@@ -9,11 +9,12 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ import torch
 from .. import data
 from ..models import load_model
 from ..policy import Policy
+from ..tasks.benchmark import Benchmark
+from ..tasks.benchmarks import FAMILIES, is_benchmark, load_benchmark
 from ..tasks.continuation import build_continuation
 from ..tasks.decoding import build_decoding
 from ..tasks.example import Continuation, Example, Passages, Source
@@ -33,8 +36,20 @@ from .stream import measure_streamed
 STREAMED = (*(f"stream-{name}" for name in NEEDLES), "decode")
 """Tasks whose text is fed through the cache; the others compress a context once."""
 TASKS = (*NEEDLES, "continuation", "svamp", *STREAMED)
+"""Tasks of our own; the public benchmarks' stand in :mod:`kvretain.tasks.benchmarks`."""
 ALWAYS = ("full", "random", "streaming")
 """Policies that every evaluation carries."""
+
+
+def check_task(task: str) -> None:
+    """Refuses what is no task.
+
+    Raises:
+        ValueError: lists the valid ones.
+    """
+    if task not in TASKS and not is_benchmark(task):
+        public = (name + ":NAME" * bool(family.names) for name, family in FAMILIES.items())
+        raise ValueError(f"unknown task {task!r}; valid: {', '.join((*TASKS, *public))}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,7 @@ class Setting:
         aware: whether the question is compressed with the context; streamed tasks do not ask.
         generate: whether to write greedy replies; streamed tasks never do.
         text: a file to take contexts from, None for the bundled chapter.
-        svamp: SVAMP's JSONL file, needed for that task.
+        data: SVAMP's JSONL file; or a benchmark's folder or file, or ``hub``.
         threads: CPU threads of each process.
         chunk: streamed needles: tokens of a pass.
         every: streamed tasks: the cache's cadence while decoding.
@@ -67,7 +82,7 @@ class Setting:
     aware: bool = False
     generate: bool = True
     text: str | None = None
-    svamp: str | None = None
+    data: str | None = None
     threads: int = 1
     chunk: int = 64
     every: int = 128
@@ -126,9 +141,42 @@ def cases_of(policies: Sequence[str], ratios: Sequence[float] = (), budgets: Seq
     return [FULL] + [Case(name, *size) for size in sizes for name in names if name != FULL.policy]
 
 
-def plan(store: Store, tasks: Sequence[str], indices: range, cases: Sequence[Case]) -> list[Unit]:
-    """What is still to be done, one example of each task after the other."""
-    units = [Unit(t, i, tuple(store.missing(t, i, cases))) for i in indices for t in dict.fromkeys(tasks)]
+def read_data(setting: Setting, tasks: Sequence[str]) -> dict[str, Benchmark]:
+    """The benchmarks among ``tasks``, read and checked before a model is loaded.
+
+    Raises:
+        ImportError: a package that reads or grades them is not installed.
+        ValueError: no ``data``, one file for several tasks, or what :func:`~kvretain.tasks.benchmarks.load_benchmark`
+            refuses.
+    """
+    names = [task for task in dict.fromkeys(tasks) if is_benchmark(task)]
+    if len(names) > 1 and setting.data is not None and Path(setting.data).is_file():
+        raise ValueError(f"--data {setting.data} is one file, but {' and '.join(names)} need one each: give a folder")
+    found = {task: load_benchmark(task, setting.data) for task in names}
+    if setting.generate:
+        for benchmark in found.values():
+            benchmark.check_grader()
+    return found
+
+
+def plan(
+    store: Store, tasks: Sequence[str], indices: range, cases: Sequence[Case], sizes: Mapping[str, int] = {}
+) -> list[Unit]:
+    """What is still to be done, one example of each task after the other.
+
+    Args:
+        store: what is done.
+        tasks, indices, cases: what there is to do.
+        sizes: of tasks that have only so many examples.
+
+    Raises:
+        ValueError: such a task has none of ``indices``.
+    """
+    for task, size in sizes.items():
+        if indices.start >= size:
+            raise ValueError(f"{task} has {size} examples: --skip {indices.start} leaves none")
+    wanted = [(task, i) for i in indices for task in dict.fromkeys(tasks) if i < sizes.get(task, i + 1)]
+    units = [Unit(task, i, tuple(store.missing(task, i, cases))) for task, i in wanted]
     return [unit for unit in units if unit.cases]
 
 
@@ -140,6 +188,7 @@ class Bench:
     model: Any
     tokenizer: Any
     _problems: list[Any] = field(default_factory=list)
+    _benchmarks: dict[str, Benchmark] = field(default_factory=dict)
 
     @cached_property
     def source(self) -> Source:
@@ -150,22 +199,26 @@ class Bench:
         """The ``index``-th example of a task.
 
         Raises:
-            ValueError: a text too short, no SVAMP file, or what the generators refuse.
+            ValueError: a text too short, no SVAMP file, or what the generators and benchmarks refuse.
         """
         setting = self.setting
         if task == "continuation":
             following = setting.following
             return build_continuation(self.source, index, tokens=setting.length, following=following, seed=setting.seed)
         if task == "svamp":
-            if setting.svamp is None:
+            if setting.data is None:
                 raise ValueError("the task 'svamp' needs --data with SVAMP's JSONL file")
-            self._problems = self._problems or load_svamp(setting.svamp)
+            self._problems = self._problems or load_svamp(setting.data)
             return build_svamp(self._problems, index, seed=setting.seed)
         if task == "decode":
             passages, following = setting.passages, setting.following
             return build_decoding(
                 self.source, index, passages=passages, prompt=setting.length, following=following, seed=setting.seed
             )
+        if is_benchmark(task):
+            if task not in self._benchmarks:
+                self._benchmarks[task] = load_benchmark(task, setting.data)
+            return self._benchmarks[task].example(index, self.tokenizer, length=setting.length, seed=setting.seed)
         # A streamed needle is the example of the same index that the task of the same name has.
         name, depth = task.removeprefix("stream-"), setting.depth
         made = build_needle(self.source, name, index, tokens=setting.length, seed=setting.seed, depth=depth)

@@ -18,17 +18,17 @@ import torch
 from ..answer import Sampling, answer, build_prompt
 from ..artefacts import fingerprint
 from ..cache import RetentionCache
+from ..lab import vocabulary
 from ..models import load_model
-from ..tasks import maths
 from ..tasks.example import Source
 from ..tasks.needles import build_needle
-from .grading import Verdict, grade, grade_exact
+from .grading import Verdict
 from .measure import Case, policy_of
 from .plan import Plan
 from .replay import forward
 from .stream import measure_streamed
 from .units import Record, Unit
-from .workloads import Maths, Recall
+from .workloads import Chains, Recall
 
 ENGINES = ("local", "ray")
 
@@ -81,7 +81,7 @@ class Station:
         self._load(unit.model)
         began = time.perf_counter()
         try:
-            found = self._maths(unit) if isinstance(self.plan.workload, Maths) else self._recall(unit)
+            found = self._recall(unit) if isinstance(self.plan.workload, Recall) else self._written(unit)
         except ValueError as error:
             where = f"{unit.model}, {unit.policy} at budget {unit.budget}, problem {unit.problem.id!r}"
             raise ValueError(f"{where}: {error}") from error
@@ -105,7 +105,15 @@ class Station:
         index = unit.problem.index
         made = build_needle(self.source, task.task, index, tokens=task.length, seed=task.seed, depth=depth)
         case = Case(unit.policy, budget=unit.budget)
-        (row,) = measure_streamed(self.model, self.tokenizer, made, [case], chunk=task.chunk, every=unit.cache.every)
+        (row,) = measure_streamed(
+            self.model,
+            self.tokenizer,
+            made,
+            [case],
+            chunk=task.chunk,
+            every=unit.cache.every,
+            summary=unit.cache.summary,
+        )
         verdict = str(Verdict.RIGHT if row.exact else Verdict.WRONG)
         return {
             "verdict": verdict,
@@ -118,12 +126,13 @@ class Station:
             "reply": row.reply,
         }
 
-    def _maths(self, unit: Unit) -> dict[str, Any]:
+    def _written(self, unit: Unit) -> dict[str, Any]:
         task, problem = self.plan.workload, unit.problem
-        assert isinstance(task, Maths)
+        assert not isinstance(task, Recall)
+        if isinstance(task, Chains):
+            vocabulary.check(self.tokenizer, unit.model)
         sampling = task.sampling
-        text = maths.prompt(maths.Problem(problem.id, problem.question, problem.answer), task.prompt)
-        prompt = build_prompt(self.tokenizer, text, raw=not task.chat)
+        prompt = build_prompt(self.tokenizer, task.prompt_of(problem), raw=not task.chat)
         room = sampling.max_length - len(prompt)
         if room < 1:
             raise ValueError(f"the prompt of {len(prompt)} tokens fills max_length={sampling.max_length}")
@@ -141,10 +150,10 @@ class Station:
         reply = answer(self.model, self.tokenizer, prompt, cache, max_new_tokens=room, sampling=drawn)
         # A prompt that opens a thought has the model close it.
         opened = "<think>" if self.tokenizer.decode(prompt.ids[0]).rstrip().endswith("<think>") else ""
-        whole, cut_off = opened + reply.text, reply.new_tokens >= room
+        verdict, exact = task.grade(opened + reply.text, problem.answer, cut_off=reply.new_tokens >= room)
         return {
-            "verdict": str(grade(whole, problem.answer, cut_off=cut_off)),
-            "exact": str(grade_exact(whole, problem.answer, cut_off=cut_off)),
+            "verdict": str(verdict),
+            "exact": str(exact),
             "nll": self._likelihood(prompt.ids[0].tolist(), reply.text) if task.proxy else None,
             "mean_cache": reply.mean_kept,
             "peak_cache": float(reply.peak_kept),

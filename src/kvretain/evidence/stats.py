@@ -1,9 +1,10 @@
-"""Means with percentile-bootstrap intervals."""
+"""Means with percentile-bootstrap intervals, and shares with Wilson's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 
@@ -51,3 +52,24 @@ def bootstrap_mean(values: Sequence[float], *, level: float = 0.95, resamples: i
     tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.cat(means).quantile(tails).tolist()
     return Interval(data.mean().item(), low, high, len(data))
+
+
+def wilson(hits: int, n: int, *, level: float = 0.95) -> Interval:
+    """The share ``hits / n`` and Wilson's score interval (1927), which stays honest where all or none are hits.
+
+    Raises:
+        ValueError: ``n`` below 1, ``hits`` outside 0 to ``n``, or ``level`` outside (0, 1).
+
+    Example:
+        >>> found = wilson(20, 20)
+        >>> found.mean, round(found.low, 3), found.high
+        (1.0, 0.839, 1.0)
+    """
+    if not 0 <= hits <= n or n < 1:
+        raise ValueError(f"{hits} of {n} is no share")
+    if not 0 < level < 1:
+        raise ValueError(f"level lies in (0, 1), not {level}")
+    z, share = NormalDist().inv_cdf((1 + level) / 2), hits / n
+    centre, width = share + z * z / (2 * n), z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
+    low, high = ((centre + sign * width) / (1 + z * z / n) for sign in (-1, 1))
+    return Interval(share, max(low, 0.0) if hits else 0.0, min(high, 1.0) if hits < n else 1.0, n)

@@ -3,7 +3,7 @@
 ::
 
     DIR/run.json                what was run: settings, versions, the last command
-    DIR/parts/single-00007.parquet    the rows of one example
+    DIR/parts/single-00007.parquet    the rows of one example (longbench.qasper-00007.parquet)
     DIR/rows.parquet            all of them, in order
     DIR/summary.json, summary.md
 
@@ -71,10 +71,12 @@ class Store:
     def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
         _arrow()
         self.folder, self.identity = Path(folder), identity
+        self.sources: dict[str, str] = {}
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{folder} is a file; --out is a folder")
         if (self.folder / "run.json").is_file() and any((self.folder / "parts").glob("*.parquet")):
-            known = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))["identity"]
+            run = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
+            known, self.sources = run["identity"], run.get("sources", {})
             wanted = json.loads(json.dumps(identity))
             changed = [
                 f"{key} ({known.get(key)!r} there, {wanted.get(key)!r} now)"
@@ -99,15 +101,34 @@ class Store:
         if not any((Path(folder) / "parts").glob("*.parquet")):
             raise ValueError(f"the evaluation in {folder} has measured nothing yet")
         run = json.loads(path.read_text(encoding="utf-8"))
+        run.pop("sources", None)
         return cls(folder, run.pop("identity")), run
 
+    def bind(self, sources: dict[str, str]) -> None:
+        """Takes note of what tasks are read from; unlike the identity, more may come.
+
+        Args:
+            sources: by task, a digest of its content.
+
+        Raises:
+            ValueError: a task was measured on another content.
+        """
+        for task, source in sources.items():
+            if self.sources.get(task, source) != source:
+                raise ValueError(
+                    f"{self.folder} holds results of {task} on other data ({self.sources[task]} there, {source} now): "
+                    "use another folder"
+                )
+        self.sources |= sources
+
     def begin(self, run: dict[str, Any]) -> None:
-        """Writes ``run.json``: the identity and ``run``, what else there is to know."""
-        content = json.dumps({"identity": self.identity, **run}, indent=2, ensure_ascii=False) + "\n"
+        """Writes ``run.json``: the identity, the sources, and ``run``, what else there is to know."""
+        sources = {"sources": self.sources} if self.sources else {}
+        content = json.dumps({"identity": self.identity, **sources, **run}, indent=2, ensure_ascii=False) + "\n"
         write_whole(self.folder / "run.json", content.encode())
 
     def _part(self, task: str, index: int) -> Path:
-        return self.folder / "parts" / f"{task}-{index:05d}.parquet"
+        return self.folder / "parts" / f"{task.replace(':', '.')}-{index:05d}.parquet"
 
     def read(self, task: str, index: int) -> list[Measurement]:
         """The rows of one example, none if there are none yet."""

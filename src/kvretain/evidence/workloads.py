@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .. import data
+from ..lab.chains import series
 from ..tasks import maths
 from ..tasks.needles import NEEDLES
+from .grading import Verdict, grade, grade_exact
 
 
 def one_of(name: str, value: Any, valid: Iterable[str]) -> None:
@@ -126,6 +128,14 @@ class Maths:
         """What it reads."""
         return [] if self.file is None else [self.file]
 
+    def prompt_of(self, problem: Problem) -> str:
+        """What the model is given."""
+        return maths.prompt(maths.Problem(problem.id, problem.question, problem.answer), self.prompt)
+
+    def grade(self, text: str, truth: str, *, cut_off: bool) -> tuple[Verdict, Verdict]:
+        """The verdict by equivalence, and by exact string."""
+        return grade(text, truth, cut_off=cut_off), grade_exact(text, truth, cut_off=cut_off)
+
     @property
     def sampling(self) -> maths.Sampling:
         """How replies are drawn."""
@@ -142,5 +152,62 @@ class Maths:
         return [Problem(p.id, index, p.question, p.answer) for index, p in enumerate(found)]
 
 
-Workload = Recall | Maths
-WORKLOADS: dict[str, type[Workload]] = {cls.kind: cls for cls in (Recall, Maths)}
+@dataclass(frozen=True)
+class Chains:
+    """Chains of arithmetic, for the laboratory animal alone (``kvretain lab train``): it writes every step out.
+
+    Attributes:
+        steps, given: of each chain, see :func:`~kvretain.lab.chains.draw_chain`.
+        problems: how many.
+        series: which series of problems; of the default one, 500 problems split into 201 and 299, like MATH-500.
+        temperature, top_p, seed: of generation.
+        proxy: also measure the likelihood of each reply under the full cache, which costs one pass over it.
+    """
+
+    kind: ClassVar[str] = "chains"
+    chat: ClassVar[bool] = False
+    steps: int = 20
+    given: int = 4
+    problems: int = 500
+    series: int = 16
+    temperature: float = 0.6
+    top_p: float = 0.95
+    seed: int = 888
+    proxy: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "given", "problems"):
+            at_least(f"workload.{name}", getattr(self, name), 1)
+        self.load()
+
+    @property
+    def files(self) -> list[str]:
+        """What it reads."""
+        return []
+
+    def prompt_of(self, problem: Problem) -> str:
+        """What the model is given."""
+        return problem.question
+
+    def grade(self, text: str, truth: str, *, cut_off: bool) -> tuple[Verdict, Verdict]:
+        """The verdict, twice: a digit is right or not."""
+        verdict = grade_exact(text, truth, cut_off=cut_off)
+        return verdict, verdict
+
+    @property
+    def sampling(self) -> maths.Sampling:
+        """How replies are drawn; there is room for a right one and 64 tokens more."""
+        (one,) = series(1, steps=self.steps, given=self.given, seed=self.series)
+        room = len(f"<bos> {one.prompt} {one.solution} <eos>".split()) + 64
+        return maths.Sampling(self.temperature, self.top_p, max_length=room, seed=self.seed)
+
+    def load(self) -> list[Problem]:
+        """The problems, in the order of their series."""
+        chains = series(self.problems, steps=self.steps, given=self.given, seed=self.series)
+        return [
+            Problem(f"chains/{self.series}/{index}", index, one.prompt, one.answer) for index, one in enumerate(chains)
+        ]
+
+
+Workload = Recall | Maths | Chains
+WORKLOADS: dict[str, type[Workload]] = {cls.kind: cls for cls in (Recall, Maths, Chains)}

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from .haystack import grade
+from .metrics import Metric
 
 
 def grade_number(reply: str, answer: str) -> bool:
@@ -56,6 +57,33 @@ class Example:
         if self.numeric:
             return grade_number(reply, self.answers[0])
         return all(grade(reply, answer) for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class Written(Example):
+    """An example of a benchmark, whose reply is written to its end and judged as a whole.
+
+    Context, question and opening hold all of the prompt's words and blanks: a chat template may stand around them, but
+    nothing between them.
+
+    Attributes:
+        most: tokens of a reply.
+        stops: a reply ends before the first of these texts.
+        metric: gives the reply's score; None if it is right or wrong by its boxed final answer, see
+            :func:`kvretain.evidence.grade`.
+    """
+
+    most: int = 64
+    stops: tuple[str, ...] = ()
+    metric: Metric | None = None
+
+    def finished(self, reply: str) -> bool:
+        """Whether ``reply`` holds one of :attr:`stops`."""
+        return any(stop in reply for stop in self.stops)
+
+    def trimmed(self, reply: str) -> str:
+        """``reply`` up to the first of :attr:`stops`."""
+        return reply[: min((at for stop in self.stops if (at := reply.find(stop)) >= 0), default=len(reply))]
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .rows import from_file, from_hub
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,20 @@ def _math500(row: Mapping[str, Any], index: int) -> Problem:
 
 
 def _gsm8k(row: Mapping[str, Any], index: int) -> Problem:
-    _, mark, answer = _text(row, "answer").rpartition("####")
-    answer = answer.strip().replace(",", "")
-    if not mark or not answer:
+    return Problem(f"gsm8k/{index}", _text(row, "question"), split_gsm8k(_text(row, "answer"))[1])
+
+
+def split_gsm8k(answer: str) -> tuple[str, str]:
+    """The steps and the result, without commas, of GSM8K's ``answer``.
+
+    Raises:
+        ValueError: there is no result.
+    """
+    steps, mark, result = answer.rpartition("####")
+    result = result.strip().replace(",", "")
+    if not mark or not result:
         raise ValueError("its answer has no '#### ' with the result behind it")
-    return Problem(f"gsm8k/{index}", _text(row, "question"), answer)
+    return steps, result
 
 
 def _aime(year: int) -> Callable[[Mapping[str, Any], int], Problem]:
@@ -168,9 +178,12 @@ def load_problems(workload: str, path: str | Path | None = None) -> list[Problem
     if workload not in WORKLOADS:
         raise ValueError(f"unknown workload {workload!r}; valid: {', '.join(WORKLOADS)}")
     about = WORKLOADS[workload]
-    source, rows = (about.dataset, _from_hub(about)) if path is None else (str(path), _from_file(Path(path)))
+    if path is None:
+        source, found = about.dataset, from_hub(about.dataset, about.config, split=about.split)
+    else:
+        source, found = str(path), from_file(Path(path))
     problems: dict[str, Problem] = {}
-    for index, row in enumerate(rows):
+    for index, (_, row) in enumerate(found):
         place = f"{source}, row {index + 1}"
         if not isinstance(row, Mapping):
             raise ValueError(f"{place}: a row must be an object with columns, not {type(row).__name__}")
@@ -187,34 +200,3 @@ def load_problems(workload: str, path: str | Path | None = None) -> list[Problem
     if not problems:
         raise ValueError(f"{source} has no rows")
     return list(problems.values())
-
-
-def _from_file(path: Path) -> Iterable[Any]:
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-        if text.startswith("["):
-            return list(json.loads(text))
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text; give a JSON or JSONL file") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    rows = []
-    # Not splitlines: JSON strings may hold other line separators of Unicode as they are.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
-    return rows
-
-
-def _from_hub(workload: Workload) -> Iterable[Any]:
-    try:
-        import datasets
-    except ImportError:
-        raise ImportError(
-            'loading from the hub needs datasets: pip install "kvretain[hub]", or give a local file'
-        ) from None
-    return datasets.load_dataset(workload.dataset, workload.config, split=workload.split)

@@ -1,0 +1,132 @@
+"""The laboratory animal: a small Llama whose first weights can look back and recall."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .recipe import Recipe
+from .vocabulary import IDS, WORDS
+
+LABEL = (
+    "laboratory animal: a tiny model, trained by `kvretain lab train` on synthetic chains of arithmetic alone, to "
+    "study what a KV cache must retain; it can do nothing else"
+)
+
+
+def build(recipe: Recipe) -> Any:
+    """The untrained model, a ``LlamaForCausalLM`` in float32; the recipe's seed decides its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config: Any = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.inner,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.groups,
+        head_dim=recipe.width // recipe.heads,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.theta},
+        tie_word_embeddings=True,
+        pad_token_id=IDS["<pad>"],
+        bos_token_id=IDS["<bos>"],
+        eos_token_id=IDS["<eos>"],
+    )
+    config.kvretain_lab = LABEL
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = LlamaForCausalLM(config)
+        if recipe.wired:
+            wire(model)
+    return model
+
+
+OFFSETS = (1, 2, 5, 9)
+"""How far the heads of the first layer look back at first: to the name before a digit, and, from a step's name at its
+end, to the operands' digits and the operator."""
+
+
+def wire(model: Any) -> None:
+    """Sets the first weights of the first two layers, so that they recall a value by its name before any training.
+
+    Recall takes two heads in a row: one that marks each digit with the word before it (the name), and one that looks
+    from a name for the digit with that mark and copies it. Gradient descent finds this pair late or, in the hours that
+    there are, not at all; everything else it finds within minutes. So the pair is put there, and only put there: all
+    weights are trained afterwards.
+
+    Embeddings get three parts: a constant first component, codes in the rest of the first half, and next to nothing in
+    the second half, where marks go.
+
+    - Layer 0: queries and keys read the constant alone, in the four fastest pairs of rotary dimensions, so that each
+      head looks back by a distance of :data:`OFFSETS`. Each copies the code it finds, head 0 into the room for marks,
+      the others into the room beside them.
+    - Layer 1, head 0: the query is the code of the current word, the key is the mark, both in the slowest half of the
+      rotary dimensions, where position hardly turns them. It copies the code of the word it finds.
+
+    Raises:
+        ValueError: the model has other than four query and two KV heads of an even width.
+    """
+    config, (first, second) = model.config, model.model.layers[:2]
+    width, size = config.hidden_size, config.head_dim
+    if (config.num_attention_heads, config.num_key_value_heads) != (4, 2) or width != 4 * size or size % 16:
+        raise ValueError("the first weights are made for 4 query heads, 2 KV heads and a head size divisible by 16")
+    half, pairs = width // 2, size // 2
+    constant, code = 0.4, 0.1
+    scale = math.sqrt((constant**2 + (half - 1) * code**2) / width)  # of an embedding: what the norm divides by
+
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding.normal_(0, code)
+        embedding[:, half:] *= 0.1
+        embedding[:, 0] = constant
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.3
+            layer.mlp.down_proj.weight *= 0.3
+
+        query, key, value, output = _heads(first.self_attn, config)
+        fast, amplitude = 4, 6 * scale / constant
+        turn = model.model.rotary_emb.inv_freq[:fast]
+        query *= 0.3
+        key *= 0.3
+        for head, offset in enumerate(OFFSETS):
+            query[head, :fast, 0] = amplitude * torch.cos(turn * offset)
+            query[head, pairs : pairs + fast, 0] = -amplitude * torch.sin(turn * offset)
+        key[:, :fast, 0] = amplitude
+        key[:, pairs : pairs + fast, 0] = 0
+        room = _orthonormal(half, half)
+        marks, beside = room[:, :size], room[:, size:]
+        value.zero_()
+        value[0, :, 1:half] = _orthonormal(half - 1, size).T
+        value[1, :, 1:half] = _orthonormal(half - 1, size).T
+        output.zero_()
+        output[half:, 0] = marks * scale
+        for head in (1, 2, 3):
+            output[half:, head] = beside @ _orthonormal(half - size, size) * scale
+        codes = value[0, :, 1:half].clone()
+
+        query, key, value, output = _heads(second.self_attn, config)
+        slow = pairs - pairs * 7 // 16
+        for side in (0, 1):
+            into = slice((side + 1) * pairs - slow, (side + 1) * pairs)
+            taken = slice(side * slow, (side + 1) * slow)
+            query[0, into], key[0, into] = 0, 0
+            query[0, into, 1:half] = 2 * codes[taken]
+            key[0, into, half:] = 2 * marks.T[taken]
+        value[0], output[:, 0] = 0, 0
+        value[0, :, 1:half] = codes
+        output[1:half, 0] = 4 * scale * codes.T
+
+
+def _heads(attention: Any, config: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Views of the projections: queries, keys, values ``(heads, size, width)``, output ``(width, heads, size)``."""
+    width, size = config.hidden_size, config.head_dim
+    rows = [getattr(attention, f"{name}_proj").weight.view(-1, size, width) for name in "qkv"]
+    return rows[0], rows[1], rows[2], attention.o_proj.weight.view(width, -1, size)
+
+
+def _orthonormal(rows: int, columns: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(rows, columns))[0]
