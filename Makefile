@@ -7,7 +7,7 @@ BIN_OLD := .venv-5.17/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-517 test-matrix test-kvpress lint types docs bench clean
+.PHONY: help demo test test-slow test-517 test-matrix test-kvpress test-lm-eval lint types docs bench clean
 
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -30,6 +30,9 @@ test-matrix: test-517 .venv/installed ## the cache tests on the oldest and the n
 test-kvpress: .venv-kvpress/installed ## our presses in the released kvpress, beside its own transformers
 	.venv-kvpress/bin/python -m pytest tests/integrations/test_kvpress_presses.py tests/cache/test_versions.py
 
+test-lm-eval: .venv-lm-eval/installed ## our model in the released lm-evaluation-harness; metrics against their packages
+	.venv-lm-eval/bin/python -m pytest tests/integrations/test_lm_eval.py tests/tasks/test_metrics.py tests/tasks/test_benchmarks.py
+
 lint: .venv/installed ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,7 +48,7 @@ bench: .venv/installed ## the benchmarks, one after the other
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean: ## remove the environments and what tools left behind
-	rm -rf .venv .venv-5.17 .venv-kvpress .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-5.17 .venv-kvpress .venv-lm-eval .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/installed: pyproject.toml constraints.txt
@@ -64,6 +67,14 @@ clean: ## remove the environments and what tools left behind
 	.venv-kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-kvpress/constraints.txt \
 		kvpress pytest pytest-timeout -e '.[transformers]'
 	@touch .venv-kvpress/installed
+
+# PyTorch first, then pinned, as above.
+.venv-lm-eval/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		rouge fuzzywuzzy pytest pytest-timeout -e '.[lm-eval,longbench,hub]'
+	@touch .venv-lm-eval/installed
 
 # $(call install,<environment>,<constraints>)
 define install

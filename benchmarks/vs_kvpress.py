@@ -414,6 +414,8 @@ def main() -> None:
                 progress.advance(task)
             result = compared(runs["kvretain"], runs["kvpress"])
             rows.append(asdict(row) | result | {"behind": behind(result), "runs": runs})
+            ratios = (f"{m} x{result[m]['ratio']:.2f}" for m in METRICS if result[m]["ratio"] is not None)
+            progress.console.print(f"{row.name}: {', '.join(ratios)}", highlight=False)
     for side in sides.values():
         side.close()
     show(rows)

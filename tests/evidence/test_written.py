@@ -25,7 +25,8 @@ def tiny(request, tmp_path_factory):
 def example(**changes):
     made = Written(
         "longbench:hotpotqa", 3, "Passages.\nThe Hatter poured some hot tea upon its nose. " * 12,
-        "\n\nQuestion: Who poured the tea?\nAnswer:", "", ("the Hatter",), " the Hatter", most=MOST, metric=Metric("f1"),
+        "\n\nQuestion: Who poured the tea?\nAnswer:", "", ("the Hatter",), " the Hatter", most=MOST,
+        metric=Metric("f1"),
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 

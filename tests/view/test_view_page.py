@@ -1,5 +1,6 @@
 """The page in a real browser: every class it paints against the runs themselves, and every way to use it."""
 
+import dataclasses
 import json
 import math
 import re
@@ -158,6 +159,23 @@ def test_the_text_is_the_text_and_nothing_in_it_is_run(page, runs):
     assert page.run("document.title") == "A <b>title</b> – what is kept"
     assert page.text("h1") == "A <b>title</b>"
     assert page.run("document.querySelectorAll('main img, main script, main b').length") == 0
+
+
+@needs_browser
+def test_a_token_that_is_markup_by_itself_is_shown_as_text(runs, tmp_path):
+    pieces = (runs[0].pieces[0], NASTY, "<b>bold</b>", "&lt;", *runs[0].pieces[4:])
+    path = tmp_path / "nasty.html"
+    path.write_text(
+        html_page([dataclasses.replace(runs[0], pieces=pieces, policy=NASTY)], title=NASTY), encoding="utf-8"
+    )
+    with open_page(path, tmp_path / "profile") as page:
+        shown = page.run("[...document.querySelectorAll('main span')].slice(0, 4).map(e => e.textContent)")
+        assert shown == [*pieces[:4]]
+        assert page.text("h1") == page.text("#names h2") == NASTY
+        assert page.run("document.querySelectorAll('img, main b, main script').length") == 0
+        page.point('span[data-p="1"]')
+        assert NASTY in details(page)[0] and page.run("document.querySelectorAll('img').length") == 0
+        assert page.run("document.title").startswith("</script>") and page.complaints == []
 
 
 @needs_browser

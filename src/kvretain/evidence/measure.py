@@ -199,6 +199,8 @@ def _question(
     pieces = cut(tokenizer, example)
     first = pieces.context + pieces.question if aware else pieces.context
     rest = pieces.opening if aware else pieces.question + pieces.opening
+    if not rest:  # the question ends the prompt: its last token is fed to the compressed cache
+        first, rest = first[:-1], first[-1:]
     target = torch.tensor(pieces.target, device=model.device)
     recorded, seconds = _recorded(model, first, cases)
     for case in cases:
