@@ -7,7 +7,7 @@ BIN_OLD := .venv-5.17/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-517 test-matrix test-kvpress test-lm-eval lint types docs bench clean
+.PHONY: help demo test test-slow test-517 test-matrix test-kvpress test-lm-eval lint types docs dist bench clean
 
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -43,6 +43,16 @@ types: .venv/installed ## mypy
 docs: .venv/installed ## the site, into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: .venv/installed ## build a release and try its wheel in an environment of its own
+	rm -rf dist .venv-dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python -m build --outdir dist . >/dev/null
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch "$$(ls dist/*.whl)[cli]"
+	cd dist && ../.venv-dist/bin/kvretain policies --json >/dev/null && ../.venv-dist/bin/python -c "import kvretain, sys; \
+		assert 'transformers' not in sys.modules; print('kvretain', kvretain.__version__, 'installs from its wheel')"
+	rm -rf .venv-dist
 
 bench: .venv/installed ## the benchmarks, one after the other
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

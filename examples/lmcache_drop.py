@@ -82,14 +82,13 @@ def main() -> None:
         context = tokenizer(file.read())["input_ids"]
     question = tokenizer(asked.question, add_special_tokens=False)["input_ids"]
 
-    served = asked.served_name or asked.model
-    connect = {"url": asked.lmcache, "http_url": asked.lmcache_http, "model_name": served}
+    connect = {"url": asked.lmcache, "http_url": asked.lmcache_http, "model_name": asked.model}
     contexts = [sdk.kvcache.connect(**connect)]
     if asked.queries:
         contexts.append(sdk.qcache.connect(**connect))
     stream = sdk.request.create_request(
         contexts=contexts,
-        post_completion=completions(asked.vllm, served),
+        post_completion=completions(asked.vllm, asked.served_name or asked.model),
         prompt_token_ids=context,
         # The edited entries are stored under the ids of the kept tokens alone: no other request may find them.
         cache_salt=uuid.uuid4().hex,

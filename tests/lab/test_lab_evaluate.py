@@ -185,6 +185,8 @@ def test_train_stops_in_time_and_goes_on(tmp_path):
     assert "1 of 1,100 updates" in words and "the same command goes on" in words and "a laboratory animal" in words
     second = json.loads(run("lab", "train", "--out", tmp_path / "a", "--minutes", 0, "--json").stdout)
     assert second["updates"] == 2 and second["of"] == Recipe().updates
+    longer = run("lab", "train", "--out", tmp_path / "b", "--minutes", 0, "--stretch", 2, "--json")
+    assert json.loads(longer.stdout)["of"] == 2 * Recipe().updates
     refused = run("lab", "train", "--out", tmp_path / "a", "--seed", 1)
     assert refused.exit_code == 2 and "another recipe (seed differ)" in " ".join(refused.stderr.split())
 

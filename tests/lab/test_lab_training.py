@@ -163,5 +163,8 @@ def test_stages_and_the_learning_rate_follow_the_recipe():
     assert recipe.updates == 400 and [recipe.stage_of(u) for u in (0, 99, 100, 399)] == [0, 0, 1, 1]
     rates = [recipe.rate_of(update) for update in range(400)]
     assert rates[0] == recipe.rate / 10 and max(rates) == rates[9] < recipe.rate and rates[-1] < 0.03 * recipe.rate
+    assert [stage.updates for stage in recipe.stretched(2).stages] == [200, 600] and recipe.stretched(1) == recipe
+    with pytest.raises(ValueError, match="by a positive factor, not 0"):
+        recipe.stretched(0)
     with pytest.raises(ValueError, match="1 <= shortest <= longest"):
         Stage(1, 3, 2)

@@ -29,6 +29,7 @@ Examples:
 
 - `kvretain lab train --seed 0 --out animal0` – in minutes on a free core; the same command goes on after a break
 - `kvretain lab train --seed 1 --out animal1 --minutes 100` – at most so long; what is learnt by then is kept
+- `kvretain lab train --out animal2 --stretch 2` – twice as many updates, if the first was not good enough
 - `kvretain lab eval --model animal0`, then `kvretain ask --model animal0 ...` or a study with `kind = "chains"`
 
 Ctrl-C ends it early and keeps what has been learnt. The folder gets weights, tokenizer, recipe.json and curve.csv.
@@ -37,6 +38,7 @@ Ctrl-C ends it early and keeps what has been learnt. The folder gets weights, to
 def train(
     folder: Annotated[Path, typer.Option("--out", "-o", help="The model folder; a run that is there is gone on from.")],
     seed: Annotated[int, typer.Option(min=0, help="Of the first weights and of all problems.")] = 0,
+    stretch: Annotated[float, typer.Option(help="So many times the updates of each stage.")] = 1.0,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="At most so long; default: the whole recipe.")] = None,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -58,7 +60,7 @@ def train(
             raise ValueError(f"--out {folder} is a file; it must be a folder")
         if threads:
             torch.set_num_threads(threads)
-        recipe = Recipe(seed=seed)
+        recipe = Recipe(seed=seed).stretched(stretch)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True) as progress, _interruptible() as stop:
             bar = progress.add_task("training", total=recipe.updates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 
@@ -63,6 +64,17 @@ class Recipe:
     def updates(self) -> int:
         """Of all stages."""
         return sum(stage.updates for stage in self.stages)
+
+    def stretched(self, factor: float) -> Recipe:
+        """The same with ``factor`` times the updates in each stage.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"a recipe is stretched by a positive factor, not {factor}")
+        stages = [dataclasses.replace(one, updates=max(1, round(factor * one.updates))) for one in self.stages]
+        return dataclasses.replace(self, stages=tuple(stages))
 
     def stage_of(self, update: int) -> int:
         """The place of the stage that an update, from 0, belongs to."""
