@@ -1,6 +1,6 @@
 """Token dropping in LMCache with a kvretain policy: prefill, edit the cached keys and values, decode from what stays.
 
-It needs LMCache (0.5.6 was tried) beside kvretain, and two servers. The whole works without a GPU, with vLLM's CPU build:
+It needs LMCache (0.5.6 was tried) beside kvretain, and two servers:
 
     lmcache server --l1-size-gb 1 --eviction-policy LRU --chunk-size 32 --port 6555 --http-port 8080
 
@@ -10,9 +10,11 @@ It needs LMCache (0.5.6 was tried) beside kvretain, and two servers. The whole w
 
     python examples/lmcache_drop.py MODEL context.txt "What is the code?" --policy keydiff@model --ratio 0.5
 
-Policies of keys and values need nothing more. One that reads queries (snapkv@model) also needs `--enable transfer_query`
-on LMCache's server, `"lmcache.mp.transfer_intermediate_tensors": true` in the connector's configuration, LMCache's patch
-of vLLM that hands queries over, and `--queries` here.
+LMCache's SDK learns the layout of the cache from the server, which knows it only of engines on a GPU.
+
+Policies of keys and values need nothing more. One that reads queries (snapkv@model) also needs the server's option
+`--enable transfer_query`, `"lmcache.mp.transfer_intermediate_tensors": true` in the connector's configuration, LMCache's
+patch of vLLM that hands queries over, and `--queries` here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import torch
@@ -32,7 +35,7 @@ from kvretain.integrations.lmcache import dropper
 from kvretain.rope import Rope
 
 
-def completions(url: str, model: str):
+def completions(url: str, model: str) -> Callable[[list[int], dict, str], Iterator[TokenEvent]]:
     """The SDK's ``post_completion``: streams the tokens that the engine generates after a prompt."""
 
     def post(prompt_token_ids: list[int], sampling_params: dict, cache_salt: str) -> Iterator[TokenEvent]:
@@ -52,16 +55,19 @@ def completions(url: str, model: str):
     return post
 
 
-def rotation(config) -> tuple[int, Rope]:
+def rotation(config: Any) -> tuple[int, Rope]:
     """Head size and rotation of a model with plain rotary positions (Llama, Qwen, ...)."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = config.rope_parameters
     if parameters["rope_type"] != "default":
-        raise SystemExit(f"rope type {parameters['rope_type']}: give Rope.plain the frequencies of the model's inv_freq")
+        raise SystemExit(
+            f"rope type {parameters['rope_type']}: give Rope.plain the frequencies of the model's inv_freq"
+        )
     return size, Rope.plain(parameters["rope_theta"] ** (-torch.arange(0, size, 2) / size))
 
 
 def main() -> None:
+    """Runs the example from the command line."""
     read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     read.add_argument("model", help="the model's folder or name, as vLLM serves it")
     read.add_argument("context", help="text file that is cached and thinned out")

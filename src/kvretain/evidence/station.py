@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from ..answer import Sampling, answer, build_prompt
+from ..answer import Prompt, Sampling, answer, build_prompt
 from ..artefacts import fingerprint
 from ..cache import RetentionCache
 from ..lab import vocabulary
 from ..models import load_model
+from ..policy import Policy
+from ..scores import Random
 from ..tasks.example import Source
 from ..tasks.needles import build_needle
 from .grading import Verdict
@@ -27,6 +29,7 @@ from .measure import Case, policy_of
 from .plan import Plan
 from .replay import forward
 from .stream import measure_streamed
+from .together import write_together
 from .units import Record, Unit
 from .workloads import Chains, Recall
 
@@ -72,31 +75,42 @@ class Station:
         assert isinstance(self.plan.workload, Recall)
         return Source(self.plan.workload.read_text(), self.tokenizer)
 
-    def work(self, unit: Unit) -> Record:
-        """Runs a unit.
+    def work(self, units: Sequence[Unit]) -> list[Record]:
+        """Runs units that differ in problem and sample alone, see :func:`grouped`.
 
         Raises:
             ValueError: a problem that does not fit the model or the budget; names the unit.
         """
-        self._load(unit.model)
+        one = units[0]
+        self._load(one.model)
         began = time.perf_counter()
         try:
-            found = self._recall(unit) if isinstance(self.plan.workload, Recall) else self._written(unit)
+            if isinstance(self.plan.workload, Recall):
+                found = [self._recall(unit) for unit in units]
+            elif len(units) == 1:
+                found = [self._written(one)]
+            else:
+                found = self._written_together(units)
         except ValueError as error:
-            where = f"{unit.model}, {unit.policy} at budget {unit.budget}, problem {unit.problem.id!r}"
+            problems = ", ".join(repr(unit.problem.id) for unit in units[:3])
+            where = f"{one.model}, {one.policy} at budget {one.budget}, problem {problems}"
             raise ValueError(f"{where}: {error}") from error
-        return Record(
-            key=unit.key,
-            model=unit.model,
-            policy=unit.policy,
-            budget=unit.budget,
-            problem=unit.problem.id,
-            sample=unit.sample,
-            seconds=time.perf_counter() - began,
-            finished=time.time(),
-            weights=self._weights,
-            **found,
-        )
+        spent, now = (time.perf_counter() - began) / len(units), time.time()
+        return [
+            Record(
+                key=unit.key,
+                model=unit.model,
+                policy=unit.policy,
+                budget=unit.budget,
+                problem=unit.problem.id,
+                sample=unit.sample,
+                seconds=spent,
+                finished=now,
+                weights=self._weights,
+                **about,
+            )
+            for unit, about in zip(units, found, strict=True)
+        ]
 
     def _recall(self, unit: Unit) -> dict[str, Any]:
         task = self.plan.workload
@@ -126,7 +140,8 @@ class Station:
             "reply": row.reply,
         }
 
-    def _written(self, unit: Unit) -> dict[str, Any]:
+    def _prepared(self, unit: Unit) -> tuple[Prompt, RetentionCache, Sampling, int]:
+        """Prompt, empty cache, how tokens are drawn, and how many there may be."""
         task, problem = self.plan.workload, unit.problem
         assert not isinstance(task, Recall)
         if isinstance(task, Chains):
@@ -146,20 +161,39 @@ class Station:
             **arguments,
         )
         seed = sampling.seed_of(unit.sample, problem.index)
-        drawn = Sampling(sampling.temperature, sampling.top_p, seed=seed)
+        return prompt, cache, Sampling(sampling.temperature, sampling.top_p, seed=seed), room
+
+    def _written(self, unit: Unit) -> dict[str, Any]:
+        prompt, cache, drawn, room = self._prepared(unit)
         reply = answer(self.model, self.tokenizer, prompt, cache, max_new_tokens=room, sampling=drawn)
+        sizes = {"mean_cache": reply.mean_kept, "peak_cache": float(reply.peak_kept), "prefill_cache": reply.kept}
+        return sizes | self._graded(unit, prompt, reply.text, reply.new_tokens, room)
+
+    def _written_together(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
+        """As :meth:`_written`, for prompts of one length."""
+        prepared = [self._prepared(unit) for unit in units]
+        prompts, caches, drawn, rooms = zip(*prepared, strict=True)
+        ids = torch.cat([prompt.ids for prompt in prompts])
+        replies = write_together(self.model, self.tokenizer, ids, caches[0], room=min(rooms), samplings=drawn)
+        found = []
+        for unit, prompt, reply in zip(units, prompts, replies, strict=True):
+            text = self.tokenizer.decode(reply.tokens, skip_special_tokens=True)
+            sizes = {"mean_cache": reply.mean, "peak_cache": float(reply.peak), "prefill_cache": reply.kept}
+            found.append(sizes | self._graded(unit, prompt, text, len(reply.tokens), min(rooms)))
+        return found
+
+    def _graded(self, unit: Unit, prompt: Prompt, text: str, tokens: int, room: int) -> dict[str, Any]:
+        task = self.plan.workload
+        assert not isinstance(task, Recall)
         # A prompt that opens a thought has the model close it.
         opened = "<think>" if self.tokenizer.decode(prompt.ids[0]).rstrip().endswith("<think>") else ""
-        verdict, exact = task.grade(opened + reply.text, problem.answer, cut_off=reply.new_tokens >= room)
+        verdict, exact = task.grade(opened + text, unit.problem.answer, cut_off=tokens >= room)
         return {
             "verdict": str(verdict),
             "exact": str(exact),
-            "nll": self._likelihood(prompt.ids[0].tolist(), reply.text) if task.proxy else None,
-            "mean_cache": reply.mean_kept,
-            "peak_cache": float(reply.peak_kept),
-            "prefill_cache": reply.kept,
-            "tokens": reply.new_tokens,
-            "reply": reply.text,
+            "nll": self._likelihood(prompt.ids[0].tolist(), text) if task.proxy else None,
+            "tokens": tokens,
+            "reply": text,
         }
 
     def _likelihood(self, prompt: list[int], reply: str, chunk: int = 256) -> float | None:
@@ -176,6 +210,20 @@ class Station:
                 targets = torch.tensor(ids[start + first + 1 : start + len(fed) + 1], device=logits.device)
                 total += torch.nn.functional.cross_entropy(logits[first:], targets, reduction="sum").item()
         return total / len(written)
+
+
+def grouped(plan: Plan, units: Sequence[Unit]) -> list[list[Unit]]:
+    """Units in groups that a station works off at once, model by model: as many runs of one arm as the workload's
+    ``together`` says, otherwise one."""
+    order = {model: place for place, model in enumerate(plan.models)}
+    size = getattr(plan.workload, "together", 1)
+    arms: dict[Any, list[Unit]] = {}
+    for unit in sorted(units, key=lambda unit: order[unit.model]):
+        policy = Policy.parse(unit.policy).scorer
+        # A policy that draws does so anew for each problem, which rows of one cache cannot.
+        alone = unit.key if isinstance(policy, Random) else ""
+        arms.setdefault((unit.model, unit.policy, unit.budget, unit.cache, alone), []).append(unit)
+    return [arm[at : at + size] for arm in arms.values() for at in range(0, len(arm), size)]
 
 
 def run(
@@ -199,29 +247,28 @@ def run(
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}; valid: {', '.join(ENGINES)}")
-    order = {model: place for place, model in enumerate(plan.models)}
-    units = sorted(units, key=lambda unit: order[unit.model])
-    workers = min(workers, len(units))
-    if not units:
+    groups = grouped(plan, units)
+    workers = min(workers, len(groups))
+    if not groups:
         return
     if engine == "ray":
-        yield from _ray(plan, units, workers, threads)
+        yield from _ray(plan, groups, workers, threads)
     elif workers == 1:
         station = Station(plan, threads=threads)
-        for unit in units:
-            yield station.work(unit)
+        for group in groups:
+            yield from station.work(group)
     else:
-        yield from _processes(plan, units, workers, threads)
+        yield from _processes(plan, groups, workers, threads)
 
 
-def _processes(plan: Plan, units: Sequence[Unit], workers: int, threads: int) -> Iterator[Record]:
+def _processes(plan: Plan, groups: Sequence[list[Unit]], workers: int, threads: int) -> Iterator[Record]:
     spawn = multiprocessing.get_context("spawn")
     arguments = (plan, spawn.Value("i", 0), threads)
     with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=arguments) as pool:
         # Workers inherit that Ctrl-C is ignored: it reaches this process, which then ends them.
         before, interrupt = set(multiprocessing.active_children()), signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            pending = {pool.submit(_work, unit) for unit in units}
+            pending = {pool.submit(_work, group) for group in groups}
         finally:
             signal.signal(signal.SIGINT, interrupt)
         started = set(multiprocessing.active_children()) - before
@@ -229,7 +276,7 @@ def _processes(plan: Plan, units: Sequence[Unit], workers: int, threads: int) ->
             while pending:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield future.result()
+                    yield from future.result()
         except BrokenProcessPool:
             raise RuntimeError(
                 "a worker process died (out of memory?); what is stored is kept, and the same command goes on"
@@ -259,11 +306,11 @@ def _start(plan: Plan, count: Any, threads: int) -> None:
     _station.append(Station(plan, rank, threads))
 
 
-def _work(unit: Unit) -> Record:
-    return _station[0].work(unit)
+def _work(units: list[Unit]) -> list[Record]:
+    return _station[0].work(units)
 
 
-def _ray(plan: Plan, units: Sequence[Unit], workers: int, threads: int) -> Iterator[Record]:
+def _ray(plan: Plan, groups: Sequence[list[Unit]], workers: int, threads: int) -> Iterator[Record]:
     try:
         import ray
     except ImportError:
@@ -274,15 +321,15 @@ def _ray(plan: Plan, units: Sequence[Unit], workers: int, threads: int) -> Itera
     gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
     actor: Any = ray.remote(num_cpus=threads, num_gpus=gpus)(Station)
     stations = [actor.remote(plan, rank=0 if gpus else rank, threads=threads) for rank in range(workers)]
-    left = iter(units)
-    pending = {station.work.remote(unit): station for station, unit in zip(stations, left, strict=False)}
+    left = iter(groups)
+    pending = {station.work.remote(group): station for station, group in zip(stations, left, strict=False)}
     try:
         while pending:
             (ready,), _ = ray.wait(list(pending), num_returns=1)
             station = pending.pop(ready)
             if (following := next(left, None)) is not None:
                 pending[station.work.remote(following)] = station
-            yield ray.get(ready)
+            yield from ray.get(ready)
     except ray.exceptions.RayTaskError as error:
         raise error.as_instanceof_cause() from None
     except ray.exceptions.RayActorError as error:

@@ -162,6 +162,8 @@ class Chains:
         series: which series of problems; of the default one, 500 problems split into 201 and 299, like MATH-500.
         temperature, top_p, seed: of generation.
         proxy: also measure the likelihood of each reply under the full cache, which costs one pass over it.
+        together: runs of one arm that are written as one batch; prompts have one length, so that rows do not depend on
+            each other.
     """
 
     kind: ClassVar[str] = "chains"
@@ -174,9 +176,10 @@ class Chains:
     top_p: float = 0.95
     seed: int = 888
     proxy: bool = True
+    together: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("steps", "given", "problems"):
+        for name in ("steps", "given", "problems", "together"):
             at_least(f"workload.{name}", getattr(self, name), 1)
         self.load()
 
