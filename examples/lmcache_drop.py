@@ -13,8 +13,8 @@ It needs LMCache (0.5.6 was tried) beside kvretain, and two servers:
 LMCache's SDK learns the layout of the cache from the server, which knows it only of engines on a GPU.
 
 Policies of keys and values need nothing more. One that reads queries (snapkv@model) also needs the server's option
-`--enable transfer_query`, `"lmcache.mp.transfer_intermediate_tensors": true` in the connector's configuration, LMCache's
-patch of vLLM that hands queries over, and `--queries` here.
+`--enable transfer_query`, `"lmcache.mp.transfer_intermediate_tensors": true` in the connector's configuration,
+LMCache's patch of vLLM that hands queries over, and `--queries` here.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ class Station:
             "reply": row.reply,
         }
 
-    def _prepared(self, unit: Unit) -> tuple[Prompt, RetentionCache, Sampling, int]:
-        """Prompt, empty cache, how tokens are drawn, and how many there may be."""
+    def _prepared(self, unit: Unit) -> tuple[Prompt, Sampling, int]:
+        """Prompt, how tokens are drawn, and how many there may be."""
         task, problem = self.plan.workload, unit.problem
         assert not isinstance(task, Recall)
         if isinstance(task, Chains):
@@ -151,30 +151,27 @@ class Station:
         room = sampling.max_length - len(prompt)
         if room < 1:
             raise ValueError(f"the prompt of {len(prompt)} tokens fills max_length={sampling.max_length}")
-        case = Case(unit.policy, budget=unit.budget)
-        arguments = {name: getattr(unit.cache, name) for name in ("every", "trigger", "sinks", "recent")}
-        cache = RetentionCache.for_model(
-            self.model,
-            policy_of(case, problem.index),
-            budget=unit.budget,
-            protect_prompt=unit.cache.protect_prompt,
-            **arguments,
-        )
         seed = sampling.seed_of(unit.sample, problem.index)
-        return prompt, cache, Sampling(sampling.temperature, sampling.top_p, seed=seed), room
+        return prompt, Sampling(sampling.temperature, sampling.top_p, seed=seed), room
+
+    def _cache(self, unit: Unit) -> RetentionCache:
+        policy = policy_of(Case(unit.policy, budget=unit.budget), unit.problem.index)
+        names = ("every", "trigger", "sinks", "recent", "protect_prompt")
+        arguments = {name: getattr(unit.cache, name) for name in names}
+        return RetentionCache.for_model(self.model, policy, budget=unit.budget, **arguments)
 
     def _written(self, unit: Unit) -> dict[str, Any]:
-        prompt, cache, drawn, room = self._prepared(unit)
+        prompt, drawn, room = self._prepared(unit)
+        cache = self._cache(unit)
         reply = answer(self.model, self.tokenizer, prompt, cache, max_new_tokens=room, sampling=drawn)
         sizes = {"mean_cache": reply.mean_kept, "peak_cache": float(reply.peak_kept), "prefill_cache": reply.kept}
         return sizes | self._graded(unit, prompt, reply.text, reply.new_tokens, room)
 
     def _written_together(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
         """As :meth:`_written`, for prompts of one length."""
-        prepared = [self._prepared(unit) for unit in units]
-        prompts, caches, drawn, rooms = zip(*prepared, strict=True)
-        ids = torch.cat([prompt.ids for prompt in prompts])
-        replies = write_together(self.model, self.tokenizer, ids, caches[0], room=min(rooms), samplings=drawn)
+        prompts, drawn, rooms = zip(*(self._prepared(unit) for unit in units), strict=True)
+        ids, cache = torch.cat([prompt.ids for prompt in prompts]), self._cache(units[0])
+        replies = write_together(self.model, self.tokenizer, ids, cache, room=min(rooms), samplings=drawn)
         found = []
         for unit, prompt, reply in zip(units, prompts, replies, strict=True):
             text = self.tokenizer.decode(reply.tokens, skip_special_tokens=True)

@@ -60,11 +60,11 @@ def write_together(
     ends = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
     filler = tokenizer.eos_token_id or 0
     written: list[list[int]] = [[] for _ in prompts]
-    writing, new, scores = list(range(len(prompts))), prompts.to(model.device), None
+    writing, new = list(range(len(prompts))), prompts.to(model.device)
     while writing and len(written[writing[0]]) < room:
         logits = feed(model, new, cache, logits=1)[:, -1].float()
         with torch.inference_mode():
-            scores = warp(new, logits)
+            scores = warp(new, logits)  # type: ignore[arg-type]
             probabilities = scores.softmax(-1) if one.temperature else None
             for row in writing:
                 if probabilities is None:
