@@ -15,7 +15,7 @@ from .refine import Refiner, hub_refine, refiners
 from .scores import Scorer, scorers, trig_scores
 from .select import Selector, select_coverage, select_diverse, select_topk, selectors, value_signatures
 from .select.coverage import coverage
-from .serving import retain
+from .serving.retain import retain
 
 if TYPE_CHECKING:
     from . import evidence

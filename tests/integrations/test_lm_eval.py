@@ -198,6 +198,7 @@ def command(*arguments, home):
     return subprocess.run(line, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.timeout(1200)  # the harness reads 15,000 task files as it starts, and again for our check
 def test_the_command(checkpoint, tiny, tasks, tmp_path):
     options = ("--include_path", tasks, "--device", "cpu", "--output_path", tmp_path / "out", "--log_samples")
     policy = "keydiff/diverse(weight=0.5,centre=True)@model"
@@ -221,6 +222,7 @@ def test_the_command(checkpoint, tiny, tasks, tmp_path):
         ("pretrained=./no/such/model,policy=knorm", "tea_party", "give either budget"),
     ],
 )
+@pytest.mark.timeout(1200)
 def test_the_command_refuses_before_any_work(model_args, names, message, tasks, tmp_path):
     result = command(
         "--model", "kvretain", "--model_args", model_args, "--tasks", names, "--include_path", tasks, home=tmp_path

@@ -9,10 +9,10 @@ import torch
 from cache.models import cache_argument, distinct, forward, model
 from transformers import DynamicCache
 
+from kvretain import retain
 from kvretain.cache import support
 from kvretain.integrations.lmcache import dropper
 from kvretain.rope import Rope
-from kvretain.serving import retain
 
 ROPE = Rope.plain(1e4 ** (-torch.arange(0, 8, 2) / 8))
 

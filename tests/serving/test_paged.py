@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvretain.serving import gather, plan_compaction, retain
+from kvretain import retain
+from kvretain.serving import gather, plan_compaction
 
 HEADS, SIZE = 2, 4
 

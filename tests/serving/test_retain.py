@@ -16,11 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvretain import Policy, RetentionCache, artefacts, hub_refine, select_topk
+from kvretain import Policy, RetentionCache, artefacts, hub_refine, retain, select_topk
 from kvretain.cache import support
 from kvretain.calibrate import calibrate, load
 from kvretain.rope import Rope
-from kvretain.serving import retain
 
 MODELS = ("llama", "qwen3", "gemma3")
 LIMITS = ({"budget": 13}, {"ratio": 0.6}, {"budget": 14, "sinks": 2, "recent": 3})
