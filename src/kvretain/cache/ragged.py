@@ -79,12 +79,15 @@ class RaggedLayer(RetentionLayer):
             hidden = ~mask if mask.dtype == torch.bool else mask < torch.finfo(mask.dtype).min / 2
             bias = bias.masked_fill(hidden, -torch.inf)
         out = query.new_empty(batch, heads, groups, new, self._values.shape[3])
+        # A CPU multiplies a few rows in half precision many times slower than it converts and multiplies in float32.
+        wide = torch.float32 if query.device.type == "cpu" else query.dtype
         grouped = query.detach().unflatten(1, (heads, groups))
         for at, (start, end) in enumerate(self._segments()):
             row, head = divmod(at, heads)
-            keys, values = self._flat[0][start:end], self._flat[1][start:end]
-            q = grouped[row, head]  # (G, n, D)
-            logits = torch.cat([q @ keys.T, q @ self._keys[row, head, :tail].T], -1) * scaling
+            keys, values = self._flat[0][start:end].to(wide), self._flat[1][start:end].to(wide)
+            tail_keys, tail_values = (part[row, head, :tail].to(wide) for part in (self._keys, self._values))
+            q = grouped[row, head].to(wide)  # (G, n, D)
+            logits = torch.cat([q @ keys.T, q @ tail_keys.T], -1) * scaling
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             logits = logits.to(torch.float32)
@@ -94,9 +97,7 @@ class RaggedLayer(RetentionLayer):
                 logits = torch.cat([logits, sink], -1)
             weights = logits.softmax(-1).to(values.dtype)
             middle, last = end - start, end - start + tail
-            out[row, head] = (
-                weights[..., :middle] @ values + weights[..., middle:last] @ self._values[row, head, :tail]
-            ).nan_to_num(0.0)
+            out[row, head] = (weights[..., :middle] @ values + weights[..., middle:last] @ tail_values).nan_to_num(0.0)
         return out.flatten(1, 2).transpose(1, 2)
 
     # Eviction

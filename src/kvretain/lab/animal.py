@@ -46,17 +46,20 @@ def build(recipe: Recipe) -> Any:
 
 
 OFFSETS = (1, 2, 5, 9)
-"""How far the heads of the first layer look back at first: to the name before a digit, and, from a step's name at its
-end, to the operands' digits and the operator."""
+"""How far the heads of the first layer look back at first: to the name before a digit; from a step's name at its end to
+the operands' digits (2, 5) and the operator (9); from a step's last word to its name (2), and from the start of a
+definition in the prompt to the name that the one before it defines (5)."""
 
 
 def wire(model: Any) -> None:
-    """Sets the first weights of the first two layers, so that they recall a value by its name before any training.
+    """Sets the first weights of the first two layers, so that they recall a value by its name, and find the definition
+    that comes next, before any training.
 
     Recall takes two heads in a row: one that marks each digit with the word before it (the name), and one that looks
-    from a name for the digit with that mark and copies it. Gradient descent finds this pair late or, in the hours that
-    there are, not at all; everything else it finds within minutes. So the pair is put there, and only put there: all
-    weights are trained afterwards.
+    from a name for the digit with that mark and copies it. What comes next takes two as well: from the end of the step
+    for ``x``, the definition in the prompt that follows the one of ``x``. Gradient descent finds such pairs late or, in
+    the hours that there are, not at all; everything else it finds within minutes. So they are put there, and only put
+    there: all weights are trained afterwards.
 
     Embeddings get three parts: a constant first component, codes in the rest of the first half, and next to nothing in
     the second half, where marks go.
@@ -66,6 +69,7 @@ def wire(model: Any) -> None:
       the others into the room beside them.
     - Layer 1, head 0: the query is the code of the current word, the key is the mark, both in the slowest half of the
       rotary dimensions, where position hardly turns them. It copies the code of the word it finds.
+    - Layer 1, head 2: the query is the word 2 before, the key the word 5 before. It copies likewise, half as strongly.
 
     Raises:
         ValueError: the model has other than four query and two KV heads of an even width.
@@ -101,11 +105,12 @@ def wire(model: Any) -> None:
         marks, beside = room[:, :size], room[:, size:]
         value.zero_()
         value[0, :, 1:half] = _orthonormal(half - 1, size).T
-        value[1, :, 1:half] = _orthonormal(half - 1, size).T
+        value[1] = value[0]
         output.zero_()
         output[half:, 0] = marks * scale
-        for head in (1, 2, 3):
-            output[half:, head] = beside @ _orthonormal(half - size, size) * scale
+        bases = {head: beside @ _orthonormal(half - size, size) for head in (1, 2, 3)}
+        for head, base in bases.items():
+            output[half:, head] = base * scale
         codes = value[0, :, 1:half].clone()
 
         query, key, value, output = _heads(second.self_attn, config)
@@ -116,9 +121,13 @@ def wire(model: Any) -> None:
             query[0, into], key[0, into] = 0, 0
             query[0, into, 1:half] = 2 * codes[taken]
             key[0, into, half:] = 2 * marks.T[taken]
-        value[0], output[:, 0] = 0, 0
-        value[0, :, 1:half] = codes
-        output[1:half, 0] = 4 * scale * codes.T
+            query[2, into], key[1, into] = 0, 0
+            query[2, into, half:] = 2 * bases[1].T[taken]
+            key[1, into, half:] = 2 * bases[2].T[taken]
+        for head, group, strength in ((0, 0, 4), (2, 1, 2)):
+            value[group], output[:, head] = 0, 0
+            value[group, :, 1:half] = codes
+            output[1:half, head] = strength * scale * codes.T
 
 
 def _heads(attention: Any, config: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

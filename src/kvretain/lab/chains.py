@@ -4,8 +4,8 @@ A problem gives a few variables their digits, defines many more, each from two o
 may be the same variable) by ``+``, ``-`` or ``*`` modulo 10, and asks for one of the last. The solution takes the
 definitions one by one: it repeats the definition, recalls both operands and states the value::
 
-    a 4 ; b 7 : x = a + b ; y = x * a ; ? y :
-    x = a + b ; a 4 ; b 7 ; x 1 ; y = x * a ; x 1 ; a 4 ; y 4 ; ? y 4 ; \\boxed{ 4 }
+    a 4 ; b 7 : x = a + b y = x * a ? y :
+    x = a + b : a 4 ; b 7 ; x 1 ; y = x * a : x 1 ; a 4 ; y 4 ; ? y 4 ; \\boxed{ 4 }
 
 Wherever a value is known it directly follows its name, so that recalling one is the pattern that induction heads learn.
 Operands are uniform among the earlier variables, so values are recalled at all distances, and every value that was
@@ -33,7 +33,7 @@ class Step:
     right: str
 
     def __str__(self) -> str:
-        return f"{self.name} = {self.left} {self.operator} {self.right} ;"
+        return f"{self.name} = {self.left} {self.operator} {self.right}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Chain:
     def solution(self) -> str:
         """What it should write."""
         lines = [
-            f"{step} {' '.join(f'{name} {self.values[name]} ;' for name in (step.left, step.right, step.name))}"
+            f"{step} : {' '.join(f'{name} {self.values[name]} ;' for name in (step.left, step.right, step.name))}"
             for step in self.steps
         ]
         return f"{' '.join(lines)} ? {self.asked} {self.answer} ; \\boxed{{ {self.answer} }}"
@@ -113,9 +113,9 @@ def series(n: int, *, steps: int, given: int = 4, seed: int = 0) -> list[Chain]:
     Example:
         >>> (problem,) = series(1, steps=2, given=2)
         >>> print(problem.prompt)
-        e 9 ; g 8 : T = e + e ; K = g + g ; ? K :
+        e 9 ; g 8 : T = e + e K = g + g ? K :
         >>> print(problem.solution)
-        T = e + e ; e 9 ; e 9 ; T 8 ; K = g + g ; g 8 ; g 8 ; K 6 ; ? K 6 ; \boxed{ 6 }
+        T = e + e : e 9 ; e 9 ; T 8 ; K = g + g : g 8 ; g 8 ; K 6 ; ? K 6 ; \boxed{ 6 }
     """
     return [draw_chain(random.Random(f"chains/{seed}/{steps}/{given}/{i}"), steps=steps, given=given) for i in range(n)]
 

@@ -59,8 +59,8 @@ def recalls(prompt: str, reply: str) -> list[Recall]:
     The text is taken at its word: a value that was worked out wrongly is recalled rightly if it is the same again.
 
     Example:
-        >>> recalls("a 4 ; b 7 : x = a + b ; ? x :", "x = a + b ; a 4 ; b 2 ; x 6 ;")
-        [Recall(distance=21, right=True), Recall(distance=21, right=False)]
+        >>> recalls("a 4 ; b 7 : x = a + b ? x :", "x = a + b : a 4 ; b 2 ; x 6 ;")
+        [Recall(distance=20, right=True), Recall(distance=20, right=False)]
     """
     words = f"{prompt} {reply}".split()
     begin = len(prompt.split())
