@@ -10,7 +10,8 @@ It needs LMCache (0.5.6 was tried) beside kvretain, and two servers:
 
     python examples/lmcache_drop.py MODEL context.txt "What is the code?" --policy keydiff@model --ratio 0.5
 
-LMCache's SDK learns the layout of the cache from the server, which knows it only of engines on a GPU.
+vLLM must run on a GPU: LMCache's SDK learns the layout of the cache from the server, which knows it of such engines
+only. docs/integrations.md says what else to know, and what has been run.
 
 Policies of keys and values need nothing more. One that reads queries (snapkv@model) also needs the server's option
 `--enable transfer_query`, `"lmcache.mp.transfer_intermediate_tensors": true` in the connector's configuration,

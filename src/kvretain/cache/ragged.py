@@ -80,7 +80,7 @@ class RaggedLayer(RetentionLayer):
             bias = bias.masked_fill(hidden, -torch.inf)
         out = query.new_empty(batch, heads, groups, new, self._values.shape[3])
         # A CPU multiplies a few rows in half precision many times slower than it converts and multiplies in float32.
-        wide = torch.float32 if query.device.type == "cpu" else query.dtype
+        wide = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
         grouped = query.detach().unflatten(1, (heads, groups))
         for at, (start, end) in enumerate(self._segments()):
             row, head = divmod(at, heads)

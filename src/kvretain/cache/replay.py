@@ -149,9 +149,10 @@ class Replaying:
                 ],
                 -1,
             )
-            weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)[..., :past]
+            weights = logits.masked_fill_(~mask, -torch.inf).softmax(-1)[..., :past]
             counted = self.asking[:, None, None, start:stop, None].to(keys.device)
-            weights = weights.nan_to_num(0.0) * counted
+            if not counted.all():  # only what does not count can have a row of NaN
+                weights = weights.masked_fill(~counted, 0.0)
             if lengths is not None:
                 weights = weights / lengths[:, None, None, start:stop, None]
             best = torch.maximum(best, weights.amax(3))
