@@ -71,7 +71,7 @@ def test_distances_fall_into_bins():
         recalls: list
 
     one = One([Recall(distance, distance != 65) for distance in (1, 32, 33, 64, 65, 128, 129, 256, 257, 999)])
-    assert by_distance([one]) == {
+    assert by_distance(iter([one])) == {
         "1-32": [True, True], "33-64": [True, True], "65-128": [False, True], "129-256": [True, True],
         "over 256": [True, True],
     }  # fmt: skip

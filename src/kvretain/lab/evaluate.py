@@ -119,7 +119,7 @@ EDGES = (32, 64, 128, 256)
 
 def by_distance(attempts: Iterable[Attempt]) -> dict[str, list[bool]]:
     """Whether recalls were right, by their distance: up to 32 words, up to 64, 128 and 256, and beyond."""
-    found: dict[str, list[bool]] = {}
+    attempts, found = list(attempts), dict[str, list[bool]]()
     starts = [1, *(edge + 1 for edge in EDGES)]
     for low, high in zip(starts, [*EDGES, None], strict=True):
         inside = [
