@@ -132,7 +132,7 @@ def test_maths_with_arms_of_other_cadences_are_matched(checkpoint, tmp_path):
 
     made = Study(plan)
     (unit,) = made.results("heldout").missing(made.heldout_units())
-    again = station.Station(made.plan).work(unit)
+    (again,) = station.Station(made.plan).work([unit])
     assert (again.reply, again.mean_cache, again.nll) == (before["reply"], before["mean_cache"], before["nll"])
 
 

@@ -411,7 +411,7 @@ MOMENTS = (torch.zeros(2, 4, 16), torch.zeros(2, 4, 16, 16))
         ({"scores": torch.full((2, 2, 40), torch.nan)}, ["scores of layer 0", "NaN"]),
         ({"policy": "kvzip+hub", "scores": -torch.rand(2, 2, 40)}, ["egative"]),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value[0],
 )  # fmt: skip
 def test_errors_say_what_to_give(change, words) -> None:
     given = {"keys": KEYS, "values": VALUES, "policy": "knorm", "budget": 9} | change
