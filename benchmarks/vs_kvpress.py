@@ -243,6 +243,8 @@ def work(kind: str) -> None:
     context, ratio = request["context"], request["ratio"]
 
     def once(row: dict[str, Any], length: int, decode: int) -> dict[str, Any]:
+        # Code and weights that the system has dropped while the other side ran come back first.
+        side.compress({"policy": "full", "press": ""}, ids[:, :64], ratio)
         before = start_peak()
         start = time.process_time()
         cache = side.compress(row, ids[:, :length], ratio)
@@ -265,7 +267,7 @@ def work(kind: str) -> None:
         }
 
     with torch.no_grad():
-        once({"policy": "full", "press": "", "sinks": None}, min(context, 256), 4)
+        once({"policy": "full", "press": ""}, min(context, 256), 4)
         versions = {name: importlib.metadata.version(name) for name in side.versions() if name != "kvretain"}
         print(json.dumps({"versions": versions}), file=answers, flush=True)
         for line in sys.stdin:
