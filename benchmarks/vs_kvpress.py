@@ -52,15 +52,17 @@ class Row:
     """What to know where kvretain is behind."""
 
 
+FLOAT32 = "Scores are float32; kvpress scores in the model's dtype."
+REPLAY = f"{FLOAT32} Here that is the softmax of the whole replay."
 SNAPKV = "snapkv(window=64, kernel=5, pooling='mean', group='mean')"
 
 ROWS = (
     Row("full", "full", "", None),
-    Row("snapkv", SNAPKV, "SnapKVPress(ratio)"),
+    Row("snapkv", SNAPKV, "SnapKVPress(ratio)", why=FLOAT32),
     Row("knorm", "knorm", "KnormPress(ratio)"),
-    Row("keydiff", "keydiff", "KeyDiffPress(ratio)"),
-    Row("kvzip", "kvzip(chunk=2048)@model-heads", "KVzipPress(ratio)", 4),
-    Row("kvzip, each layer", "kvzip(chunk=2048)@shared", "KVzipPress(ratio, layerwise=True)", 4),
+    Row("keydiff", "keydiff", "KeyDiffPress(ratio)", why=FLOAT32),
+    Row("kvzip", "kvzip(chunk=2048)@model-heads", "KVzipPress(ratio)", 4, REPLAY),
+    Row("kvzip, each layer", "kvzip(chunk=2048)@shared", "KVzipPress(ratio, layerwise=True)", 4, REPLAY),
     Row("adakv, snapkv", f"{SNAPKV}@shared(floor=0.2)", "AdaKVPress(SnapKVPress(ratio))"),
     Row("adakv, keydiff", "keydiff@shared(floor=0.2)", "AdaKVPress(KeyDiffPress(ratio))"),
     Row("adakv, expected", "expected@shared(floor=0.2)", "AdaKVPress(ExpectedAttentionPress(ratio))", 4),
