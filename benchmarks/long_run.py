@@ -56,7 +56,7 @@ def small_model() -> LlamaForCausalLM:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
-        max_position_embeddings=65_536,
+        max_position_embeddings=131_072,
         bos_token_id=None,
         eos_token_id=None,
     )

@@ -81,7 +81,7 @@ def test_distances_fall_into_bins():
 def animal(tmp_path_factory):
     """Wired, and trained for a moment."""
     folder = tmp_path_factory.mktemp("animal")
-    train(Recipe(layers=2, inner=64, stages=(Stage(3, 1, 2),), tokens=200), folder)
+    train(Recipe(layers=3, inner=64, stages=(Stage(3, 1, 2),), tokens=200), folder)
     return str(folder)
 
 
@@ -183,7 +183,7 @@ def test_train_stops_in_time_and_goes_on(tmp_path):
     first = run("lab", "train", "--out", tmp_path / "a", "--minutes", 0)
     assert first.exit_code == 0, first.stderr
     words = " ".join(first.stdout.split())
-    assert "1 of 1,100 updates" in words and "the same command goes on" in words and "a laboratory animal" in words
+    assert "1 of 2,200 updates" in words and "the same command goes on" in words and "a laboratory animal" in words
     second = json.loads(run("lab", "train", "--out", tmp_path / "a", "--minutes", 0, "--json").stdout)
     assert second["updates"] == 2 and second["of"] == Recipe().updates
     longer = run("lab", "train", "--out", tmp_path / "b", "--minutes", 0, "--stretch", 2, "--json")

@@ -11,12 +11,12 @@ import torch
 from kvretain import RetentionCache, load_model
 from kvretain.artefacts import fingerprint, own_path
 from kvretain.calibrate import default_text, load
-from kvretain.lab.animal import OFFSETS, build
+from kvretain.lab.animal import LATER, OFFSETS, build
 from kvretain.lab.recipe import Recipe, Stage
 from kvretain.lab.train import CHECKPOINT, CURVE, IGNORED, Trainer, batch_of, train
 from kvretain.lab.vocabulary import DIGITS, WORDS
 
-TINY = Recipe(width=64, layers=2, inner=64, stages=(Stage(5, 1, 2), Stage(4, 2, 3, 0.5)), tokens=300, warmup=2)
+TINY = Recipe(width=64, layers=3, inner=64, stages=(Stage(5, 1, 2), Stage(4, 2, 3, 0.5)), tokens=300, warmup=2)
 
 
 def same(one, other):
@@ -68,6 +68,19 @@ def test_the_first_weights_look_back_and_recall():
         for place in batch.recalled
     ]
     assert sum(on_match) / len(on_match) > 0.5
+    batch = batch_of(dataclasses.replace(Recipe(), stages=(Stage(1, 12, 12),)), 0)
+    with torch.no_grad():
+        found = model(batch.ids, output_attentions=True)
+    for head, offset in LATER.items():
+        back = found.attentions[1][:, head].diagonal(-offset, 1, 2)[:, 10:]
+        assert back.mean() > 0.5, (head, offset)
+    start = batch.recalled[0] - 7
+    on_operand = [
+        found.attentions[2][row, 0, place, [at for at in range(start) if ids[at - 4] == ids[place - 3]]].sum().item()
+        for row, ids in enumerate(batch.ids.tolist())
+        for place in range(start + 3, start + 15 * 12, 15)
+    ]
+    assert sum(on_operand) / len(on_operand) > 5 / start  # of all words before, a few are that
     plain = build(dataclasses.replace(Recipe(), wired=False))
     assert not same(model, plain) and same(plain, build(dataclasses.replace(Recipe(), wired=False)))
 
@@ -75,6 +88,8 @@ def test_the_first_weights_look_back_and_recall():
 def test_what_cannot_be_wired_is_refused():
     with pytest.raises(ValueError, match="4 query heads, 2 KV heads and a head size divisible by 16"):
         build(dataclasses.replace(TINY, heads=2))
+    with pytest.raises(ValueError, match="fill 3 layers, and this model has 2"):
+        build(dataclasses.replace(TINY, layers=2))
 
 
 def test_training_lowers_the_loss(tmp_path):

@@ -27,7 +27,7 @@ app.add_typer(lab, name="lab")
     epilog="""
 Examples:
 
-- `kvretain lab train --seed 0 --out animal0` – in minutes on a free core; the same command goes on after a break
+- `kvretain lab train --seed 0 --out animal0` – ten minutes on a free core; the same command goes on after a break
 - `kvretain lab train --seed 1 --out animal1 --minutes 100` – at most so long; what is learnt by then is kept
 - `kvretain lab train --out animal2 --stretch 2` – twice as many updates, if the first was not good enough
 - `kvretain lab eval --model animal0`, then `kvretain ask --model animal0 ...` or a study with `kind = "chains"`
@@ -46,7 +46,8 @@ def train(
     """Train a laboratory animal: a tiny Llama that works out some 20 variables, each from earlier ones.
 
     It repeats each definition, recalls both operands by name, at all distances, and states the result: about 300 words,
-    then the value that was asked for. What its cache forgets, it gets wrong. It can do nothing else.
+    then the value that was asked for. What its cache forgets, it gets wrong. It can do nothing else. Training takes about ten
+    minutes of one core and starts from weights into which look-ups were put.
     """
     with clear_errors():
         models.require("torch", "transformers", "tokenizers", "safetensors")

@@ -50,14 +50,23 @@ OFFSETS = (1, 2, 5, 9)
 the operands' digits (2, 5) and the operator (9); from a step's last word to its name (2), and from the start of a
 definition in the prompt to the name that the one before it defines (5)."""
 
+LATER = {1: 3, 3: 4}
+"""How far two heads of the second layer look back at first: from a definition's operator (3), and from its right operand
+(4), to the name that it defines."""
+
+
+GAIN = 1.6
+"""Of the second layer's rotary queries and keys, whose input is that much longer than the first one's."""
+
 
 def wire(model: Any) -> None:
-    """Sets the first weights of the first two layers, so that they recall a value by its name, and find the definition
-    that comes next, before any training.
+    """Sets the first weights of the first three layers, so that they recall a value by its name, find the definition
+    that comes next, and copy its right operand, before any training.
 
     Recall takes two heads in a row: one that marks each digit with the word before it (the name), and one that looks
     from a name for the digit with that mark and copies it. What comes next takes two as well: from the end of the step
-    for ``x``, the definition in the prompt that follows the one of ``x``. Gradient descent finds such pairs late or, in
+    for ``x``, the definition in the prompt that follows the one of ``x``. The right operand of ``x`` takes three: it is
+    the word in the prompt 4 after ``x``. Gradient descent finds such pairs late or, in
     the hours that there are, not at all; everything else it finds within minutes. So they are put there, and only put
     there: all weights are trained afterwards.
 
@@ -70,14 +79,19 @@ def wire(model: Any) -> None:
     - Layer 1, head 0: the query is the code of the current word, the key is the mark, both in the slowest half of the
       rotary dimensions, where position hardly turns them. It copies the code of the word it finds.
     - Layer 1, head 2: the query is the word 2 before, the key the word 5 before. It copies likewise, half as strongly.
+    - Layer 1, heads 1 and 3: as the heads of layer 0, by the distances of :data:`LATER`.
+    - Layer 2, head 0: the query is the word 3 before, the key the word 4 before. It copies as layer 1, head 2.
 
     Raises:
-        ValueError: the model has other than four query and two KV heads of an even width.
+        ValueError: the model has other than four query and two KV heads of an even width, or fewer than three layers.
     """
-    config, (first, second) = model.config, model.model.layers[:2]
+    config = model.config
     width, size = config.hidden_size, config.head_dim
     if (config.num_attention_heads, config.num_key_value_heads) != (4, 2) or width != 4 * size or size % 16:
         raise ValueError("the first weights are made for 4 query heads, 2 KV heads and a head size divisible by 16")
+    if len(model.model.layers) < 3:
+        raise ValueError(f"the first weights fill 3 layers, and this model has {len(model.model.layers)}")
+    first, second, third = model.model.layers[:3]
     half, pairs = width // 2, size // 2
     constant, code = 0.4, 0.1
     scale = math.sqrt((constant**2 + (half - 1) * code**2) / width)  # of an embedding: what the norm divides by
@@ -91,43 +105,62 @@ def wire(model: Any) -> None:
             layer.self_attn.o_proj.weight *= 0.3
             layer.mlp.down_proj.weight *= 0.3
 
-        query, key, value, output = _heads(first.self_attn, config)
+        room = _orthonormal(half, half)
+        marks, beside = room[:, :size], room[:, size:]
+        bases = {offset: beside @ _orthonormal(half - size, size) for offset in OFFSETS[1:]}
+        bases |= {offset: room @ _orthonormal(half, size) for offset in LATER.values()}
+        bases[1] = marks
+        codes = _orthonormal(half - 1, size).T
         fast, amplitude = 4, 6 * scale / constant
         turn = model.model.rotary_emb.inv_freq[:fast]
+
+        query, key, value, output = _heads(first.self_attn, config)
         query *= 0.3
         key *= 0.3
+        value.zero_()
+        output.zero_()
+        key[:, :fast, 0] = amplitude
+        key[:, pairs : pairs + fast, 0] = 0
+        value[:, :, 1:half] = codes
         for head, offset in enumerate(OFFSETS):
             query[head, :fast, 0] = amplitude * torch.cos(turn * offset)
             query[head, pairs : pairs + fast, 0] = -amplitude * torch.sin(turn * offset)
-        key[:, :fast, 0] = amplitude
-        key[:, pairs : pairs + fast, 0] = 0
-        room = _orthonormal(half, half)
-        marks, beside = room[:, :size], room[:, size:]
-        value.zero_()
-        value[0, :, 1:half] = _orthonormal(half - 1, size).T
-        value[1] = value[0]
-        output.zero_()
-        output[half:, 0] = marks * scale
-        bases = {head: beside @ _orthonormal(half - size, size) for head in (1, 2, 3)}
-        for head, base in bases.items():
-            output[half:, head] = base * scale
-        codes = value[0, :, 1:half].clone()
+            output[half:, head] = bases[offset] * scale
+
+        slow = pairs - pairs * 7 // 16
+        rows = torch.cat([torch.arange(pairs - slow, pairs), torch.arange(2 * pairs - slow, 2 * pairs)])
 
         query, key, value, output = _heads(second.self_attn, config)
-        slow = pairs - pairs * 7 // 16
-        for side in (0, 1):
-            into = slice((side + 1) * pairs - slow, (side + 1) * pairs)
-            taken = slice(side * slow, (side + 1) * slow)
-            query[0, into], key[0, into] = 0, 0
-            query[0, into, 1:half] = 2 * codes[taken]
-            key[0, into, half:] = 2 * marks.T[taken]
-            query[2, into], key[1, into] = 0, 0
-            query[2, into, half:] = 2 * bases[1].T[taken]
-            key[1, into, half:] = 2 * bases[2].T[taken]
-        for head, group, strength in ((0, 0, 4), (2, 1, 2)):
-            value[group], output[:, head] = 0, 0
-            value[group, :, 1:half] = codes
+        fasts = torch.cat([torch.arange(fast), torch.arange(pairs, pairs + fast)])
+        query[:, fasts] = 0
+        key[:, fasts] = 0
+        value.zero_()
+        value[:, :, 1:half] = codes
+        query[0, rows], key[0, rows] = 0, 0
+        query[0, rows, 1:half] = 2 * codes[: 2 * slow]
+        key[0, rows, half:] = 2 * marks.T[: 2 * slow]
+        query[2, rows], key[1, rows] = 0, 0
+        query[2, rows, half:] = 2 * bases[2].T[: 2 * slow]
+        key[1, rows, half:] = 2 * bases[5].T[: 2 * slow]
+        for head, strength in ((0, 4), (2, 2)):
+            output[:, head] = 0
             output[1:half, head] = strength * scale * codes.T
+        key[:, :fast, 0] = GAIN * amplitude
+        for head, offset in LATER.items():
+            query[head] *= 0.3
+            query[head, :fast, 0] = GAIN * amplitude * torch.cos(turn * offset)
+            query[head, pairs : pairs + fast, 0] = -GAIN * amplitude * torch.sin(turn * offset)
+            output[:, head] = 0
+            output[half:, head] = 3 * bases[offset] * scale
+
+        query, key, value, output = _heads(third.self_attn, config)
+        value[0] = 0
+        value[0, :, 1:half] = codes
+        query[0, rows], key[0, rows] = 0, 0
+        query[0, rows, half:] = 2 * bases[3].T[: 2 * slow]
+        key[0, rows, half:] = 2 * bases[4].T[: 2 * slow]
+        output[:, 0] = 0
+        output[1:half, 0] = 2 * scale * codes.T
 
 
 def _heads(attention: Any, config: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

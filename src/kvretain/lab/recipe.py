@@ -40,7 +40,7 @@ class Recipe:
         rate: the largest learning rate; it rises over the first ``warmup`` updates and falls linearly, to 2 % of it.
         decay: AdamW's weight decay of matrices.
         betas: AdamW's.
-        emphasis: weight of digits in the loss; other words have 1.
+        emphasis: weight of digits and names in the loss; syntax has 1.
         seed: of the initial weights and of all problems.
     """
 
@@ -51,7 +51,7 @@ class Recipe:
     inner: int = 384
     theta: float = 500_000.0
     wired: bool = True
-    stages: tuple[Stage, ...] = (Stage(450, 1, 5), Stage(200, 2, 14), Stage(450, 6, 24, 0.05))
+    stages: tuple[Stage, ...] = (Stage(900, 1, 5), Stage(400, 2, 14), Stage(900, 6, 24, 0.05))
     tokens: int = 2000
     rate: float = 2e-3
     warmup: int = 100

@@ -21,10 +21,18 @@ from ..evidence.store import write_whole
 from . import animal
 from .chains import draw_chain, draw_recall
 from .recipe import Recipe
-from .vocabulary import DIGITS, IDS, WORDS, tokenizer
+from .vocabulary import DIGITS, IDS, NAMES, WORDS, tokenizer
 
 IGNORED = -100
 """Target of what nobody can know."""
+
+CONTENT = torch.tensor([*DIGITS, *(IDS[name] for name in NAMES)])
+"""Ids of digits and names: what has to be looked up or worked out, where all else is syntax."""
+
+WIRED = (
+    "Training did not begin with random weights: attention patterns that look values and definitions up were put into "
+    "the first three\nlayers (`kvretain.lab.animal.wire`); all weights were trained afterwards."
+)
 
 CHECKPOINT, CURVE = "checkpoint.pt", "curve.csv"
 
@@ -142,8 +150,7 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16):
             logits = self.model(batch.ids, use_cache=False).logits[:, :-1].float()
         targets = batch.targets[:, 1:]
-        digits = (targets >= DIGITS.start) & (targets < DIGITS.stop)
-        weights = torch.where(digits, self.recipe.emphasis, 1.0) * (targets != IGNORED)
+        weights = torch.where(torch.isin(targets, CONTENT), self.recipe.emphasis, 1.0) * (targets != IGNORED)
         losses = functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
         loss = (losses * weights).sum() / weights.sum()
         loss.backward()
@@ -264,6 +271,7 @@ def export(trainer: Trainer) -> None:
 
 A Llama of {recipe.layers} layers and {parameters:,} parameters, after {trainer.update} of {recipe.updates} updates
 ({trainer.seconds / 60:.0f} minutes), seed {recipe.seed}. `recipe.json` says how it was made, `{CURVE}` how that went.
+{WIRED if recipe.wired else "Training began with random weights."}
 How much of its task it can do: `kvretain lab eval --model` with this folder.
 """
     write_whole(folder / "README.md", text.encode())
