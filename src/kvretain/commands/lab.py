@@ -46,8 +46,8 @@ def train(
     """Train a laboratory animal: a tiny Llama that works out some 20 variables, each from earlier ones.
 
     It repeats each definition, recalls both operands by name, at all distances, and states the result: about 300 words,
-    then the value that was asked for. What its cache forgets, it gets wrong. It can do nothing else. Training takes about ten
-    minutes of one core and starts from weights into which look-ups were put.
+    then the value that was asked for. What its cache forgets, it gets wrong. It can do nothing else. Training
+    takes about ten minutes of one core and starts from weights into which look-ups were put.
     """
     with clear_errors():
         models.require("torch", "transformers", "tokenizers", "safetensors")

@@ -51,8 +51,8 @@ the operands' digits (2, 5) and the operator (9); from a step's last word to its
 definition in the prompt to the name that the one before it defines (5)."""
 
 LATER = {1: 3, 3: 4}
-"""How far two heads of the second layer look back at first: from a definition's operator (3), and from its right operand
-(4), to the name that it defines."""
+"""How far two heads of the second layer look back at first: from a definition's operator (3), and from its right
+operand (4), to the name that it defines."""
 
 
 GAIN = 1.6
