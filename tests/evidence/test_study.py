@@ -1,6 +1,8 @@
 """The order of a study, its matched mean cache, its verdict and its diagnostics, on planted runs."""
 
+import csv
 import dataclasses
+import gzip
 import json
 import os
 
@@ -394,6 +396,16 @@ def test_the_report_is_one_page_and_repeats_itself(done):
         assert words in text and words.replace('"', "&#34;") in html
     data = json.loads((done.folder / "report.json").read_text())
     assert len(data["cells"]) == 4 and data["branch"] == {"diverse": "A"}
+    runs = list(csv.DictReader(gzip.decompress((done.folder / "runs.csv.gz").read_bytes()).decode().splitlines()))
+    assert len(runs) == sum(len(done.results(side)) for side in ("development", "heldout"))
+    assert {run["split"] for run in runs} == {"development", "heldout"} and "reply" not in runs[0]
+    kept = {
+        (side, r.model, r.policy, str(r.budget), r.problem, str(r.sample)): r.verdict
+        for side in ("development", "heldout")
+        for r in done.results(side).all()
+    }
+    names = ("split", "model", "policy", "budget", "problem", "sample")
+    assert all(run["verdict"] == kept[tuple(run[name] for name in names)] for run in runs)
 
 
 def test_before_the_end_there_is_no_verdict(tmp_path):

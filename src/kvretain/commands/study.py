@@ -184,7 +184,7 @@ def confirm(
     out.print(f"Next: kvretain study report {plan}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-@study.command(epilog="Example: `kvretain study report plan.toml` – writes `report.md` and `report.html`")
+@study.command(epilog="Example: `kvretain study report plan.toml` – `report.md`, `report.html`, `runs.csv.gz`")
 def report(plan: PlanFile, out_folder: OutFolder = None, as_json: AsJson = False) -> None:
     """Write the verdict with figures, tables and diagnostics; nothing is measured."""
     with clear_errors():

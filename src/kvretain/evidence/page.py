@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +22,8 @@ TAIL = 400
 
 
 def publish(study: Study, command: str) -> tuple[str, list[Path]]:
-    """Writes ``report.md``, ``report.html``, ``report.json`` and ``figures/``; the same records give the same files.
+    """Writes ``report.md``, ``report.html``, ``report.json``, ``figures/`` and ``runs.csv.gz`` (every run, without its
+    reply); the same records give the same files.
 
     Before the held-out split is complete the report shows the development split and no verdict.
 
@@ -42,9 +46,23 @@ def publish(study: Study, command: str) -> tuple[str, list[Path]]:
         "report.json": json.dumps(content["data"], indent=1, ensure_ascii=False) + "\n",
     }
     made |= {f"figures/{name}.svg": svg for name, svg in content["figures"].items()}
-    for name, text in made.items():
-        write_whole(study.folder / name, text.encode())
-    return page, [study.folder / name for name in made]
+    files = {name: text.encode() for name, text in made.items()} | {"runs.csv.gz": _runs(study)}
+    for name, content_of in files.items():
+        write_whole(study.folder / name, content_of)
+    return page, [study.folder / name for name in files]
+
+
+def _runs(study: Study) -> bytes:
+    """All records as compressed CSV, numbers to 6 digits; replies and what concerns the run alone stay behind."""
+    columns = ["model", "policy", "budget", "problem", "sample", "verdict", "exact", "nll", "mean_cache", "peak_cache"]
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["split", *columns, "tokens"])
+    for side in ("development", "heldout"):
+        found = [[getattr(record, name) for name in [*columns, "tokens"]] for record in study.results(side).all()]
+        for row in sorted(found, key=lambda row: row[:5]):
+            writer.writerow([side, *(f"{value:.6g}" if isinstance(value, float) else value for value in row)])
+    return gzip.compress(table.getvalue().encode(), mtime=0)
 
 
 def contents(study: Study, command: str) -> dict[str, Any]:

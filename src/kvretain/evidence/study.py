@@ -5,7 +5,7 @@
     FOLDER/lock.json            what was fixed and what was chosen, see kvretain.evidence.lock
     FOLDER/development/*.json   one record a run, see kvretain.evidence.units
     FOLDER/heldout/*.json
-    FOLDER/report.md, report.html, report.json, figures/
+    FOLDER/report.md, report.html, report.json, figures/, runs.csv.gz
 """
 
 from __future__ import annotations
