@@ -153,6 +153,11 @@ def test_a_passage_wraps_around_the_end():
     assert all(len(passage) == 3 for passage in passages)
 
 
+def test_a_passage_begins_with_a_sentence_that_fits():
+    source = Source("One. This sentence has six words. Three.", words)
+    assert {tuple(source.passage(2, random.Random(seed))) for seed in range(50)} == {("One.",), ("Three.", "One.")}
+
+
 @pytest.mark.parametrize(
     ("task", "tokens", "message"),
     [

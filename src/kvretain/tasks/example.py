@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from .haystack import grade
@@ -143,21 +143,25 @@ class Source:
         return self._ends[-1]
 
     def passage(self, tokens: int, draw: random.Random) -> list[str]:
-        """Sentences from a random place on, with at most ``tokens`` tokens.
+        """Sentences from a random place on, with at most ``tokens`` tokens; they begin with the next one that is not
+        too long by itself.
 
         Raises:
-            ValueError: the text is shorter than ``tokens``, or ``tokens`` holds no sentence.
+            ValueError: the text is shorter than ``tokens``, or every sentence is longer.
         """
         if tokens > self.tokens:
             raise ValueError(f"the text has {self.tokens:,} tokens; too few for contexts of {tokens:,}: give --text")
-        start = draw.randrange(len(self.sentences))
+        first, count = draw.randrange(len(self.sentences)), len(self.sentences)
+        lengths = [end - before for before, end in pairwise([0, *self._ends])]
+        fitting = (place % count for place in range(first, first + count) if lengths[place % count] <= tokens)
+        start = next(fitting, None)
+        if start is None:
+            raise ValueError(f"{tokens} tokens leave no room for a sentence of the text; ask for longer contexts")
         before = self._ends[start - 1] if start else 0
         stop = bisect_right(self._ends, before + tokens)
         chosen = self.sentences[start:stop]
         if stop == len(self.sentences):
             chosen += self.sentences[: bisect_right(self._ends, before + tokens - self.tokens)]
-        if not chosen:
-            raise ValueError(f"{tokens} tokens leave no room for a sentence of the text; ask for longer contexts")
         return chosen
 
     def hide(
