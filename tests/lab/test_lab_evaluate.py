@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from kvretain.commands import app
 from kvretain.evidence.plan import Split, parse_plan
+from kvretain.evidence.station import grouped
 from kvretain.evidence.station import run as work_off
 from kvretain.evidence.units import units_of
 from kvretain.evidence.workloads import WORKLOADS, Chains
@@ -113,7 +114,18 @@ def test_the_default_problems_split_as_math_500_does():
     workload = Chains()
     problems = workload.load()
     assert [len(side) for side in Split().sides(problems)] == [201, 299]
-    assert [p.question for p in problems] == [c.prompt for c in series(500, steps=20, seed=workload.series)]
+    for index, problem in enumerate(problems):  # the numbers of given variables take turns
+        if index % 97 == 0:
+            given = (2, 3, 4, 5)[index % 4]
+            assert problem.question == series(index + 1, steps=20, given=given, seed=workload.series)[index].prompt
+
+
+def test_what_is_written_together_has_prompts_of_one_length(tmp_path):
+    plan = parse_plan(PLAN.replace("{model}", "m"), tmp_path)
+    units = units_of(plan, "base", "m", plan.candidates("some")[0], 24, plan.workload.load())
+    groups = grouped(plan, units)
+    assert sorted(map(len, groups)) == [6, 6, 6, 6]  # 12 problems of 4 lengths, twice
+    assert all(len({len(unit.problem.question.split()) for unit in group}) == 1 for group in groups)
 
 
 def test_a_study_writes_word_by_word_through_a_budget(animal, tmp_path):
@@ -138,7 +150,7 @@ def test_a_study_writes_word_by_word_through_a_budget(animal, tmp_path):
 def test_a_right_reply_is_right_in_a_study():
     workload = Chains(steps=4)
     problem = workload.load()[7]
-    solution = series(8, steps=4, seed=workload.series)[7].solution
+    solution = series(8, steps=4, given=5, seed=workload.series)[7].solution
     assert workload.grade(solution, problem.answer, cut_off=False) == ("right", "right")
     assert workload.grade("x 1 ;", problem.answer, cut_off=True) == ("cut_off", "cut_off")
     assert len(f"<bos> {problem.question} {solution} <eos>".split()) + 64 == workload.sampling.max_length
@@ -148,7 +160,9 @@ def test_a_right_reply_is_right_in_a_study():
     "keys, message",
     [
         ("steps = 0", "workload.steps must be at least 1, not 0"),
-        ("steps = 50", "50 steps and 4 given variables are more than the 52 names"),
+        ("steps = 50", "50 steps and 3 given variables are more than the 52 names"),
+        ("given = []", "workload.given must be at least 1, not 0"),
+        ("given = [2, 0]", "workload.given must be at least 1, not 0"),
         ("length = 3", "unknown key workload.length; valid: steps, given"),
     ],
 )

@@ -210,8 +210,8 @@ class Station:
 
 
 def grouped(plan: Plan, units: Sequence[Unit]) -> list[list[Unit]]:
-    """Units in groups that a station works off at once, model by model: as many runs of one arm as the workload's
-    ``together`` says, otherwise one."""
+    """Units in groups that a station works off at once, model by model: as many runs of one arm, with prompts of one
+    length, as the workload's ``together`` says, otherwise one."""
     order = {model: place for place, model in enumerate(plan.models)}
     size = getattr(plan.workload, "together", 1)
     arms: dict[Any, list[Unit]] = {}
@@ -219,7 +219,8 @@ def grouped(plan: Plan, units: Sequence[Unit]) -> list[list[Unit]]:
         policy = Policy.parse(unit.policy).scorer
         # A policy that draws does so anew for each problem, which rows of one cache cannot.
         alone = unit.key if isinstance(policy, Random) else ""
-        arms.setdefault((unit.model, unit.policy, unit.budget, unit.cache, alone), []).append(unit)
+        length = len(unit.problem.question.split()) if size > 1 else 0  # words are the animals' tokens
+        arms.setdefault((unit.model, unit.policy, unit.budget, unit.cache, length, alone), []).append(unit)
     return [arm[at : at + size] for arm in arms.values() for at in range(0, len(arm), size)]
 
 

@@ -157,19 +157,22 @@ class Chains:
     """Chains of arithmetic, for the laboratory animal alone (``kvretain lab train``): it writes every step out.
 
     Attributes:
-        steps, given: of each chain, see :func:`~kvretain.lab.chains.draw_chain`.
+        steps: of each chain, see :func:`~kvretain.lab.chains.draw_chain`.
+        given: numbers of given variables, which problems take in turn. All chains with the same number are of one form
+            and length, so with a single one every eviction would fall on the same place of all of them, and a budget
+            of one entry more would move it: the comparison would be between places, not policies.
         problems: how many.
         series: which series of problems; of the default one, 500 problems split into 201 and 299, like MATH-500.
         temperature, top_p, seed: of generation.
         proxy: also measure the likelihood of each reply under the full cache, which costs one pass over it.
-        together: runs of one arm that are written as one batch; prompts have one length, so that rows do not depend on
-            each other.
+        together: runs of one arm, with prompts of one length, that are written as one batch, so that rows do not
+            depend on each other.
     """
 
     kind: ClassVar[str] = "chains"
     chat: ClassVar[bool] = False
     steps: int = 20
-    given: int = 4
+    given: tuple[int, ...] = (2, 3, 4, 5)
     problems: int = 500
     series: int = 16
     temperature: float = 0.6
@@ -179,8 +182,9 @@ class Chains:
     together: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("steps", "given", "problems", "together"):
+        for name in ("steps", "problems", "together"):
             at_least(f"workload.{name}", getattr(self, name), 1)
+        at_least("workload.given", min(self.given, default=0), 1)
         self.load()
 
     @property
@@ -200,13 +204,14 @@ class Chains:
     @property
     def sampling(self) -> maths.Sampling:
         """How replies are drawn; there is room for a right one and 64 tokens more."""
-        (one,) = series(1, steps=self.steps, given=self.given, seed=self.series)
+        (one,) = series(1, steps=self.steps, given=max(self.given), seed=self.series)
         room = len(f"<bos> {one.prompt} {one.solution} <eos>".split()) + 64
         return maths.Sampling(self.temperature, self.top_p, max_length=room, seed=self.seed)
 
     def load(self) -> list[Problem]:
         """The problems, in the order of their series."""
-        chains = series(self.problems, steps=self.steps, given=self.given, seed=self.series)
+        kinds = [series(self.problems, steps=self.steps, given=given, seed=self.series) for given in self.given]
+        chains = [kinds[index % len(kinds)][index] for index in range(self.problems)]
         return [
             Problem(f"chains/{self.series}/{index}", index, one.prompt, one.answer) for index, one in enumerate(chains)
         ]
