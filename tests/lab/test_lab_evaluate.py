@@ -218,3 +218,12 @@ def test_eval_says_what_it_found(animal):
 def test_eval_refuses_what_is_no_animal(tmp_path):
     refused = run("lab", "eval", "-m", save_tiny_checkpoint(tmp_path), "--n", 1)
     assert refused.exit_code == 2 and "another vocabulary" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(("given", "warned"), [("[4]", True), ("[2, 5]", False)])
+def test_init_warns_of_prompts_of_one_length(given, warned, animal, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN.replace("{model}", animal).replace("steps = 3", f"steps = 3\ngiven = {given}"))
+    done = run("study", "init", plan, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert ("let their lengths differ" in done.stderr) == warned

@@ -94,6 +94,16 @@ def init(plan: PlanFile, out_folder: OutFolder = None, as_json: AsJson = False) 
     for share, least in found.items():
         told = "none, however large: plan more problems or runs" if least is None else f"{100 * least:.1f} points"
         out.print(f"  {told} if {share:.0%} of pairs differ", highlight=False)
+    lengths = {len(problem.question.split()) for problem in made.problems}
+    if lengths != {0} and len(lengths) == 1 and len(made.problems) > 1:  # the workload recall has no questions
+        err.print(
+            f"Warning: all {len(made.problems)} prompts have {lengths.pop()} words. If they share a form, too, every "
+            "eviction falls on the same place of each, and one entry more moves them all: let their lengths differ.",
+            style="yellow",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     out.print(f"Next: kvretain study tune {plan}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
