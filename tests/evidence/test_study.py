@@ -398,6 +398,7 @@ def test_the_report_is_one_page_and_repeats_itself(done):
     assert len(data["cells"]) == 4 and data["branch"] == {"diverse": "A"}
     runs = list(csv.DictReader(gzip.decompress((done.folder / "runs.csv.gz").read_bytes()).decode().splitlines()))
     assert len(runs) == sum(len(done.results(side)) for side in ("development", "heldout"))
+    assert {run["arm"] for run in runs} == {"topk", "diverse"}
     assert {run["split"] for run in runs} == {"development", "heldout"} and "reply" not in runs[0]
     kept = {
         (side, r.model, r.policy, str(r.budget), r.problem, str(r.sample)): r.verdict
@@ -412,6 +413,16 @@ def test_before_the_end_there_is_no_verdict(tmp_path):
     made = begun(tmp_path)
     assert "No verdict: nothing is frozen" in page.publish(Study.as_locked(made.path), "report")[0]
     tune(made)
+    screened, _ = page.publish(Study.as_locked(made.path), "report")
+    assert "A screening, not a confirmation" in screened and "Held-out result" not in screened
+    table = screened[screened.index("## Development") :]
+    results, plan = made.results("development"), made.plan
+    for match in made.matches(results):
+        if match.candidate.arm != plan.baseline and match.own:
+            before = results.of(made.units("development", match.model, made.control, match.budget))
+            after = results.of(made.units("development", match.model, match.candidate, match.own))
+            means = [sum(record.right for record in side) / len(side) for side in (before, after)]
+            assert f"| {100 * means[0]:.1f} | {100 * means[1]:.1f} | {100 * (means[1] - means[0]):+.1f} [" in table
     made.freeze("freeze")
     results = made.results("heldout")
     for unit in made.heldout_units()[:50]:

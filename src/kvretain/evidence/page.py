@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..templates import render
-from .analysis import CellResult, as_dict, cells_of, outcomes
+from .analysis import CellResult, as_dict, cells_of, compare, outcomes
 from .diagnostics import diagnose, forest, points, short
 from .lock import changed, facts
 from .store import write_whole
 from .study import Study, mean_of
+from .units import Results
 
 TAIL = 400
 """Characters of a reply's end that the page shows."""
@@ -55,14 +56,29 @@ def publish(study: Study, command: str) -> tuple[str, list[Path]]:
 def _runs(study: Study) -> bytes:
     """All records as compressed CSV, numbers to 6 digits; replies and what concerns the run alone stay behind."""
     columns = ["model", "policy", "budget", "problem", "sample", "verdict", "exact", "nll", "mean_cache", "peak_cache"]
+    columns.append("tokens")
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["split", *columns, "tokens"])
+    writer.writerow(["split", "arm", *columns])
     for side in ("development", "heldout"):
-        found = [[getattr(record, name) for name in [*columns, "tokens"]] for record in study.results(side).all()]
-        for row in sorted(found, key=lambda row: row[:5]):
+        results = study.results(side)
+        arms = _arms(study, side, results)
+        found = [[arms.get(r.key, ""), *(getattr(r, name) for name in columns)] for r in results.all()]
+        for row in sorted(found, key=lambda row: row[:6]):
             writer.writerow([side, *(f"{value:.6g}" if isinstance(value, float) else value for value in row)])
     return gzip.compress(table.getvalue().encode(), mtime=0)
+
+
+def _arms(study: Study, side: str, results: Results) -> dict[str, str]:
+    """The arm of each record, by its key: arms may share a policy, and differ in their cache."""
+    plan, found = study.plan, dict[str, str]()
+    sizes = sorted({(r.model, r.policy, r.budget) for r in results.all()})
+    for candidate in (c for name in plan.arms for c in plan.candidates(name)):
+        for model, policy, budget in sizes:
+            if policy == candidate.policy:
+                for unit in study.units(side, model, candidate, budget):
+                    found.setdefault(unit.key, candidate.arm)
+    return found
 
 
 def contents(study: Study, command: str) -> dict[str, Any]:
@@ -94,6 +110,7 @@ def contents(study: Study, command: str) -> dict[str, Any]:
         content["tables"].append(_candidates(study))
     if not study.frozen:
         content["state"] = "No verdict: nothing is frozen yet. `kvretain study status` says what is still to be done."
+        content["tables"].append(_screening(study, development))
     elif not study.confirmed:
         done = len(study.heldout_units()) - len(study.results("heldout").missing(study.heldout_units()))
         content["state"] = (
@@ -185,6 +202,35 @@ def _verdicts(study: Study, cells: Sequence[CellResult]) -> dict[str, Any]:
             )
     note = "Runs in %; exact: right by exact string; NLL: the proxy, nats per token."
     return _table("Verdicts", note, ["model", "arm", "right", "wrong", "no answer", "cut off", "exact", "NLL"], rows)
+
+
+def _screening(study: Study, results: Results) -> dict[str, Any]:
+    """What is known of the development split before a choice: all that a screening shows."""
+    matches = [match for match in study.matches(results) if match.target is not None and match.tried and not match.todo]
+    control, rows = study.control, []
+    for match in matches:
+        if match.candidate.arm == control.arm:
+            continue
+        own = match.own or match.budget
+        before = results.of(study.units("development", match.model, control, match.budget))
+        after = results.of(study.units("development", match.model, match.candidate, own))
+        found, shares = compare(study, before, after), [mean_of([r.right for r in side]) for side in (before, after)]
+        rows.append(
+            [
+                short(match.model), f"{match.candidate.arm}, {match.candidate.label}".removesuffix(", –"),
+                f"{match.budget} / {own}",
+                f"{match.target:.1f} / {match.tried[own]:.1f}" + ("" if match.own else ", NOT matched"),
+                f"{100 * shares[0]:.1f}", f"{100 * shares[1]:.1f}",
+                f"{points(found.difference)} [{points(found.interval.low)}, {points(found.interval.high)}]",
+            ]
+        )  # fmt: skip
+    note = (
+        f"Right answers in %, and the paired difference in points with its {study.plan.statistics.level:.0%} interval, "
+        "not corrected for the number of arms; baseline / arm. A screening, not a confirmation. Arms whose search for "
+        "a budget is not over are left out; where no budget equals the mean cache, the nominal one is shown."
+    )
+    head = ["model", "arm", "budget", "mean cache", "baseline", "arm", "difference"]
+    return _table("Development", note, head, rows)
 
 
 def _candidates(study: Study) -> dict[str, Any]:

@@ -54,7 +54,6 @@ LATER = {1: 3, 3: 4}
 """How far two heads of the second layer look back at first: from a definition's operator (3), and from its right
 operand (4), to the name that it defines."""
 
-
 GAIN = 1.6
 """Of the second layer's rotary queries and keys, whose input is that much longer than the first one's."""
 
@@ -65,10 +64,10 @@ def wire(model: Any) -> None:
 
     Recall takes two heads in a row: one that marks each digit with the word before it (the name), and one that looks
     from a name for the digit with that mark and copies it. What comes next takes two as well: from the end of the step
-    for ``x``, the definition in the prompt that follows the one of ``x``. The right operand of ``x`` takes three: it is
-    the word in the prompt 4 after ``x``. Gradient descent finds such pairs late or, in
-    the hours that there are, not at all; everything else it finds within minutes. So they are put there, and only put
-    there: all weights are trained afterwards.
+    for ``x``, the definition in the prompt that follows the one of ``x``. The right operand of ``x`` takes two more: it
+    is the word in the prompt 4 after ``x``. Gradient descent finds such pairs late or, in the hours that there are, not
+    at all; everything else it finds within minutes. So they are put there, and only put there: all weights are trained
+    afterwards.
 
     Embeddings get three parts: a constant first component, codes in the rest of the first half, and next to nothing in
     the second half, where marks go.
@@ -107,60 +106,55 @@ def wire(model: Any) -> None:
 
         room = _orthonormal(half, half)
         marks, beside = room[:, :size], room[:, size:]
-        bases = {offset: beside @ _orthonormal(half - size, size) for offset in OFFSETS[1:]}
+        bases = {OFFSETS[0]: marks} | {offset: beside @ _orthonormal(half - size, size) for offset in OFFSETS[1:]}
         bases |= {offset: room @ _orthonormal(half, size) for offset in LATER.values()}
-        bases[1] = marks
         codes = _orthonormal(half - 1, size).T
-        fast, amplitude = 4, 6 * scale / constant
+        amplitude, fast, slow = 6 * scale / constant, 4, pairs - pairs * 7 // 16
         turn = model.model.rotary_emb.inv_freq[:fast]
+        slowest = torch.cat([torch.arange(pairs - slow, pairs), torch.arange(2 * pairs - slow, 2 * pairs)])
+        names, found = slice(1, half), slice(half, width)  # where embeddings hold codes, and what first heads found
+
+        def look_back(query: Tensor, key: Tensor, head: int, offset: int, amplitude: float) -> None:
+            query[head, :fast, 0] = amplitude * torch.cos(turn * offset)
+            query[head, pairs : pairs + fast, 0] = -amplitude * torch.sin(turn * offset)
+            key[:, :fast, 0] = amplitude
+            key[:, pairs : pairs + fast, 0] = 0
+
+        def look_up(query: Tensor, key: Tensor, place: slice, asked: Tensor, sought: Tensor) -> None:
+            query[slowest], key[slowest] = 0, 0
+            query[slowest, place] = 2 * asked[: 2 * slow]
+            key[slowest, found] = 2 * sought[: 2 * slow]
 
         query, key, value, output = _heads(first.self_attn, config)
         query *= 0.3
         key *= 0.3
         value.zero_()
         output.zero_()
-        key[:, :fast, 0] = amplitude
-        key[:, pairs : pairs + fast, 0] = 0
-        value[:, :, 1:half] = codes
+        value[:, :, names] = codes
         for head, offset in enumerate(OFFSETS):
-            query[head, :fast, 0] = amplitude * torch.cos(turn * offset)
-            query[head, pairs : pairs + fast, 0] = -amplitude * torch.sin(turn * offset)
-            output[half:, head] = bases[offset] * scale
-
-        slow = pairs - pairs * 7 // 16
-        rows = torch.cat([torch.arange(pairs - slow, pairs), torch.arange(2 * pairs - slow, 2 * pairs)])
+            look_back(query, key, head, offset, amplitude)
+            output[found, head] = bases[offset] * scale
 
         query, key, value, output = _heads(second.self_attn, config)
-        fasts = torch.cat([torch.arange(fast), torch.arange(pairs, pairs + fast)])
-        query[:, fasts] = 0
-        key[:, fasts] = 0
+        for part in (query, key):
+            part[:, :fast], part[:, pairs : pairs + fast] = 0, 0
         value.zero_()
-        value[:, :, 1:half] = codes
-        query[0, rows], key[0, rows] = 0, 0
-        query[0, rows, 1:half] = 2 * codes[: 2 * slow]
-        key[0, rows, half:] = 2 * marks.T[: 2 * slow]
-        query[2, rows], key[1, rows] = 0, 0
-        query[2, rows, half:] = 2 * bases[2].T[: 2 * slow]
-        key[1, rows, half:] = 2 * bases[5].T[: 2 * slow]
+        value[:, :, names] = codes
+        output.zero_()
+        look_up(query[0], key[0], names, codes, bases[1].T)
+        look_up(query[2], key[1], found, bases[2].T, bases[5].T)
         for head, strength in ((0, 4), (2, 2)):
-            output[:, head] = 0
-            output[1:half, head] = strength * scale * codes.T
-        key[:, :fast, 0] = GAIN * amplitude
+            output[names, head] = strength * scale * codes.T
         for head, offset in LATER.items():
             query[head] *= 0.3
-            query[head, :fast, 0] = GAIN * amplitude * torch.cos(turn * offset)
-            query[head, pairs : pairs + fast, 0] = -GAIN * amplitude * torch.sin(turn * offset)
-            output[:, head] = 0
-            output[half:, head] = 3 * bases[offset] * scale
+            look_back(query, key, head, offset, GAIN * amplitude)
+            output[found, head] = 3 * bases[offset] * scale
 
         query, key, value, output = _heads(third.self_attn, config)
-        value[0] = 0
-        value[0, :, 1:half] = codes
-        query[0, rows], key[0, rows] = 0, 0
-        query[0, rows, half:] = 2 * bases[3].T[: 2 * slow]
-        key[0, rows, half:] = 2 * bases[4].T[: 2 * slow]
-        output[:, 0] = 0
-        output[1:half, 0] = 2 * scale * codes.T
+        value[0], output[:, 0] = 0, 0
+        value[0, :, names] = codes
+        look_up(query[0], key[0], found, bases[3].T, bases[4].T)
+        output[names, 0] = 2 * scale * codes.T
 
 
 def _heads(attention: Any, config: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
