@@ -52,6 +52,9 @@ def test_dicts_are_flat_and_plain():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("hubkv@layer", ["'hubkv' is a preset and stands alone", "kvzip+hub@model-heads"]),
+        ("kvzip+hub(neighbours=hub)", ["'hub': neighbours must be a plain value", "quotes, as in neighbours='hub'"]),
+        ("fastkvzip(share=1/2)", ["'fastkvzip': share must be a plain value, not 1 / 2"]),
         ("snapk", ["unknown scorer 'snapk'", "snapkv", "keydiff", "streaming"]),
         ("snapkv+hubb", ["unknown refiner 'hubb'", "hub"]),
         ("snapkv/top", ["unknown selector 'top'", "topk"]),

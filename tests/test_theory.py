@@ -402,6 +402,16 @@ def test_the_docs_name_tests_that_exist():
             "best_subset: 118,264,581,564,861,424 sets of 30 out of 60",
         ),
         (lambda: theory.score_factors(1.0), r"score_factors: ratio is the fraction removed and must be in \[0, 1\)"),
+        (
+            lambda: theory.score_factors(0.5, discount=5.0),
+            "score_factors: discount must be a number from 0 to 1",
+        ),
+        (lambda: theory.score_factors(0.5, weight_clip=(2.0, 1.0)), r"weight_clip must be \(low, high\)"),
+        (lambda: theory.dominance_pairs(torch.tensor([1.0, -2.0])), "dominance_pairs: scores must be >= 0"),
+        (lambda: theory.dominance_pairs(torch.rand(2, 3)), r"dominance_pairs: scores must be \(N,\), one head"),
+        (lambda: theory.marginal_gains(torch.rand(2, 3), [[0], [1]]), r"chosen must be one set \(K,\), not \(2, 1\)"),
+        (lambda: theory.effective_discount(1.0, 0.0), "effective_discount: at gate 1.0 and weight 0.0"),
+        (lambda: theory.effective_discount(1.5), "effective_discount: gate must be a number from 0 to 1, not 1.5"),
     ],
 )
 def test_bad_arguments(call, message):

@@ -198,8 +198,10 @@ class Policy:
                 raise ValueError("'full' keeps everything and takes no arguments, refiner, selector, merger or scope")
             return cls(None)
         if scorer_name not in scorers:
-            valid = sorted({*scorers, *presets})
-            raise ValueError(f"unknown scorer {scorer_name!r}; valid: {', '.join(valid)}")
+            if scorer_name in presets:
+                whole = presets[scorer_name].text
+                raise ValueError(f"{scorer_name!r} is a preset and stands alone; spell it out to change it: {whole}")
+            raise ValueError(f"unknown scorer {scorer_name!r}; valid: {', '.join(sorted({*scorers, *presets}))}")
         given: dict[str, Any] = {"scorer": _build(scorers, scorer_name, scorer_args)}
         if "+" in parts:
             given["refiner"] = _build(refiners, *parts["+"])
@@ -285,11 +287,20 @@ def _arguments(text: str, owner: str) -> dict[str, Any]:
         assert isinstance(call, ast.Call)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError(f"arguments of {owner!r} are named, e.g. {owner}(name=value)")
-        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return {str(keyword.arg): _literal(owner, keyword) for keyword in call.keywords}
     except SyntaxError:
         raise ValueError(
             f"cannot read the arguments {text!r} of {owner!r}; the form is {owner}(name=value, ...)"
         ) from None
+
+
+def _literal(owner: str, keyword: ast.keyword) -> Any:
+    try:
+        return ast.literal_eval(keyword.value)
+    except ValueError:
+        given = ast.unparse(keyword.value)
+        hint = f"; texts need quotes, as in {keyword.arg}='{given}'" if isinstance(keyword.value, ast.Name) else ""
+        raise ValueError(f"{owner!r}: {keyword.arg} must be a plain value, not {given}{hint}") from None
 
 
 def _build(registry: Registry[C], name: str, arguments: dict[str, Any]) -> C:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .checks import check_share
+from .refine._common import check_scores
 from .select.coverage import check_indices, check_weights, coverage
 from .select.local import bump, check_local
 
@@ -98,6 +100,8 @@ def marginal_gains(kernel_matrix: Tensor, chosen: Tensor | Sequence[int]) -> Ten
     """
     weights = check_weights("marginal_gains", kernel_matrix)
     indices = check_indices("marginal_gains", chosen, len(weights))
+    if indices.ndim != 1:
+        raise ValueError(f"marginal_gains: chosen must be one set (K,), not {tuple(indices.shape)}")
     cover = weights[indices].amax(0) if len(indices) else weights.new_zeros(weights.shape[1])
     return (weights - cover).clamp_min(0).sum(-1).to(kernel_matrix.device)
 
@@ -209,6 +213,9 @@ def dominance_pairs(scores: Tensor, kernel: int = 5) -> Tensor:
         ``(M, 2)`` int64 rows ``(h, i)``.
     """
     check_local("dominance_pairs", kernel, "box")
+    if scores.ndim != 1:
+        raise ValueError(f"dominance_pairs: scores must be (N,), one head, not {tuple(scores.shape)}")
+    check_scores("dominance_pairs", scores)
     size = len(scores)
     apart = (torch.arange(size)[:, None] - torch.arange(size)).abs().to(scores.device)
     near = (apart <= kernel // 2) & (apart > 0)
@@ -273,8 +280,11 @@ def score_factors(
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"score_factors: ratio is the fraction removed and must be in [0, 1), not {ratio}")
-    gate = ratio**gate_exponent if ratio > 0 else 0.0
+    check_share("score_factors", "discount", discount)
     low, high = weight_clip
+    if not 0 <= low <= high:
+        raise ValueError(f"score_factors: weight_clip must be (low, high) with 0 <= low <= high, not {weight_clip!r}")
+    gate = ratio**gate_exponent if ratio > 0 else 0.0
 
     def other(weight: float) -> float:
         return 1 - gate * (1 - discount * weight)
@@ -291,4 +301,11 @@ def effective_discount(gate: float, weight: float = 1.0, discount: float = 0.5) 
         >>> effective_discount(1.0, 0.8) == effective_discount(1.0, 1.2) == 0.5
         True
     """
-    return (1 - gate + gate * weight * discount) / (1 - gate + gate * weight)
+    check_share("effective_discount", "gate", gate)
+    check_share("effective_discount", "discount", discount)
+    hub = 1 - gate + gate * weight
+    if not hub > 0:
+        raise ValueError(
+            f"effective_discount: at gate {gate} and weight {weight} a hub's own factor is {hub}, not above 0"
+        )
+    return (1 - gate + gate * weight * discount) / hub

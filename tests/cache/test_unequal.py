@@ -178,8 +178,9 @@ def test_what_does_not_fit_is_refused(text, words):
         Policy.parse(text)
 
 
-def test_flex_attention_is_refused_by_name():
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_other_attention_is_refused_by_name(attention):
     net = copy.deepcopy(model("llama"))
-    net.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match="flex_attention"):
+    net.config._attn_implementation = attention  # the setter asks for the package
+    with pytest.raises(ValueError, match=f"sdpa and eager attention, not {attention}"):
         RetentionCache.for_model(net, "knorm@shared", budget=10)

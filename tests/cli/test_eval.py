@@ -167,6 +167,9 @@ def test_svamp(checkpoint, tmp_path):
     result = run("-m", checkpoint, *SMALL, "--tasks", "svamp", "--data", path, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "## svamp" in result.stdout
+    path.write_text(path.read_text() + "\n")
+    other = run("-m", checkpoint, *SMALL, "--tasks", "svamp", "--data", path, "--out", tmp_path / "out")
+    assert other.exit_code == 2 and "holds results of svamp on other data" in other.stderr
 
 
 BAD = [

@@ -146,6 +146,21 @@ def test_publishing_writes_the_same_again(tmp_path):
     assert {path.name: path.read_bytes() for path in files} == before
 
 
+def test_a_page_names_every_command_that_measured_into_its_folder(tmp_path):
+    pytest.importorskip("pyarrow")
+    from kvretain.evidence.store import Store
+
+    for command in ("kvretain eval --n 5", "kvretain eval --n 10", "kvretain eval --n 5"):
+        store = Store(tmp_path, {"seed": 5})
+        store.begin({"command": command})
+        store.add([r for r in ROWS if r.index == 0 and r.task == "single"])
+    assert store.earlier == ["kvretain eval --n 10"]
+    again, run = Store.existing(tmp_path)
+    assert (again.earlier, run) == (["kvretain eval --n 10"], {"command": "kvretain eval --n 5"})
+    _, page, _ = publish(again, run)
+    assert "- earlier commands: kvretain eval --n 10\n- command: kvretain eval --n 5\n" in page
+
+
 @pytest.mark.parametrize(
     ("policy", "base"),
     [

@@ -20,6 +20,7 @@ from kvretain.data import chapter
 from kvretain.observe import FEWEST, SCORERS, measures
 from kvretain.observe.collect import collect, parse_scorer
 from kvretain.observe.tables import RADIUS, SHARES
+from kvretain.policy import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*deprecated")
 
@@ -276,6 +277,8 @@ BAD = [
     (("-p", "full"), "'full' has no scores to observe"),
     (("-p", "snapkv+hub"), r"'snapkv\+hub' must be a scorer alone, e.g. snapkv"),
     (("-p", "keydiff@layer"), "must be a scorer alone, e.g. keydiff"),
+    (("-p", "knorm~nearest"), "must be a scorer alone, e.g. knorm"),
+    (("-p", "alpha"), "must be a scorer alone, e.g. trig"),
     (("-p", "nonsense"), "unknown scorer 'nonsense'; valid: "),
     (("-p", "snapkv(widow=3)"), "takes no 'widow'"),
     (("--text", "FOLDER/none.txt"), "No such file"),
@@ -333,3 +336,8 @@ def test_the_published_numbers_come_out_again_in_under_five_minutes(tmp_path):
     assert [(row["scorer"], row["quantity"]) for row in after] == [(row["scorer"], row["quantity"]) for row in before]
     for key in ("mean", "low", "high"):
         assert numbers(after, key) == pytest.approx(numbers(before, key), rel=0.02, abs=0.01)
+
+
+@pytest.mark.parametrize("text", ["kvzip", "fastkvzip(gate='a/b@c.safetensors')"])
+def test_marks_within_arguments_and_the_scope_of_a_preset_are_no_obstacle(text):
+    assert parse_scorer(text) == Policy.parse(text).scorer

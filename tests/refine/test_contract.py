@@ -266,7 +266,7 @@ def test_nms_and_smd_are_hub_with_parts_switched_off():
         (FixedWeights, "weights", (), r"fixed: weights must be a tuple of finite numbers >= 0, one per head, not \(\)"),
         (FixedWeights, "weights", (1.0, -1.0), r"fixed: weights .* not \(1.0, -1.0\)"),
         (FixedWeights, "weights", 1.0, "fixed: weights .* not 1.0"),
-        (HeadNMS, "discount", 1.5, r"head_nms: discount must be in \[0, 1\], not 1.5"),
+        (HeadNMS, "discount", 1.5, r"head_nms: discount must be a number from 0 to 1, not 1.5"),
         (HardNMS, "kernel", 2, "nms: kernel .* not 2"),
         (SMD, "kernel", 2, "kernel .* not 2"),
         (SMD, "discount", -1, "discount .* not -1"),

@@ -339,7 +339,7 @@ BAD_PARAMETERS = [
     ({"kernel": 0}, "kernel .* not 0"),
     ({"kernel": -3}, "kernel .* not -3"),
     ({"kernel": 5.0}, "kernel .* not 5.0"),
-    ({"discount": 1.5}, r"discount must be in \[0, 1\], not 1.5"),
+    ({"discount": 1.5}, "discount must be a number from 0 to 1, not 1.5"),
     ({"discount": -0.1}, "discount .* not -0.1"),
     ({"discount": math.nan}, "discount .* not nan"),
     ({"discount": "half"}, "discount .* not 'half'"),
@@ -351,6 +351,7 @@ BAD_PARAMETERS = [
     ({"weight_clip": (0.8, math.nan)}, "weight_clip .* not"),
     ({"weight_clip": 1.0}, "weight_clip .* not 1.0"),
     ({"gate_exponent": -2}, "gate_exponent must be finite and >= 0, not -2"),
+    ({"calibrate": "no"}, "calibrate must be True or False, not 'no'"),
     ({"neighbours": "slot"}, "unknown neighbours 'slot'; valid: 'position'"),
 ]
 
@@ -361,6 +362,36 @@ def test_bad_parameters(options, message):
         hub_refine(torch.rand(2, 8), 0.5, **options)
     with pytest.raises(ValueError, match=message):
         Hub(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (([[0.5, 1.0]], 0.5), "scores must be a tensor, not list"),
+        ((torch.rand(2, 8), "half"), r"ratio is the fraction removed and must be in \[0, 1\), not 'half'"),
+        ((torch.rand(2, 8), None), "ratio .* not None"),
+        ((torch.rand(2, 8), True), "ratio .* not True"),
+    ],
+)
+def test_what_is_no_number_and_no_tensor(given, message):
+    with pytest.raises(ValueError, match=f"hub_refine: {message}"):
+        hub_refine(*given)
+    with pytest.raises(ValueError, match="hub_refine: positions must be a tensor, not list"):
+        hub_refine(torch.rand(2, 2), 0.5, positions=[0, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_finite_scores_stay_finite(dtype):
+    top = torch.finfo(dtype).max
+    scores = torch.zeros(2, 64, dtype=dtype)
+    scores[0, ::8] = top
+    scores[1] = top / 4
+    refined = hub_refine(scores, 0.9)
+    assert refined.isfinite().all() and refined[0, 8] == top  # the sharp head's weight is above 1
+    scores[1, 5] = torch.inf
+    protected = torch.zeros(2, 64, dtype=torch.bool)
+    protected[1, 5] = True
+    assert hub_refine(scores, 0.9, protected=protected)[1, 5] == torch.inf
 
 
 @pytest.mark.parametrize("ratio", [1.0, -0.1, math.nan, math.inf])

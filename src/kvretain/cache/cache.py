@@ -25,6 +25,9 @@ from .replay import Replaying, Unscored, replay
 from .session import Session
 from .trace import Trace
 
+RAGGED = ("sdpa", "eager")
+"""Attention implementations under which unequal heads are held against the oracle."""
+
 
 class RetentionCache(Cache, tap.Follower):
     """A drop-in ``transformers`` cache that keeps a fixed budget of entries per KV head. Make it with
@@ -99,10 +102,11 @@ class RetentionCache(Cache, tap.Follower):
     def _build(cls, model: Any, policy: Policy, limit: Budget | None, storage: str | None = None) -> RetentionCache:
         decoder = support.decoder_of(model)
         layers = support.layers_of(decoder)
-        if policy.ragged and "flex" in str(decoder.config._attn_implementation):
+        attention = str(decoder.config._attn_implementation).removeprefix(tap.PREFIX)
+        if policy.ragged and attention not in RAGGED:
             raise ValueError(
-                f"the policy {str(policy)!r} keeps unequal numbers of entries, which flex_attention cannot serve: "
-                'model.set_attn_implementation("sdpa") first'
+                f"the policy {str(policy)!r} keeps unequal numbers of entries, which is tested with "
+                f'{" and ".join(RAGGED)} attention, not {attention}: model.set_attn_implementation("sdpa") first'
             )
         full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         session = Session(policy, limit, len(layers), len(full))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -171,19 +173,22 @@ def evaluate(
             for size in sizes:
                 check_budget(name, size, None, every=every)
         cases = runner.cases_of(names, values, sizes)
+        contents: dict[str, str] = {}
         if "svamp" in chosen:
             if data is None:
                 raise ValueError("the task 'svamp' needs --data with SVAMP's test.jsonl")
             from ..tasks.svamp import load_svamp
 
             load_svamp(data)
+            contents["svamp"] = hashlib.sha256(Path(data).read_bytes()).hexdigest()[:16]
         setting = runner.Setting(
             model, dtype, device, length, following, seed, _depth(depth), aware, generate, text, data, threads,
             chunk, every, passages,
         )  # fmt: skip
         store = Store(out_folder, setting.identity())
         public = runner.read_data(setting, chosen)
-        store.bind({task: benchmark.digest for task, benchmark in public.items()})
+        contents |= {task: benchmark.digest for task, benchmark in public.items()}
+        store.bind(contents)
         examples = {task: benchmark.size for task, benchmark in public.items()}
         units = runner.plan(store, chosen, range(skip, skip + n), cases, examples)
         total = len(units)

@@ -142,7 +142,8 @@ def publish(store: Store, about: dict[str, Any]) -> tuple[dict[str, Any], str, l
     Returns:
         The summary, the page, and the paths written.
     """
-    about = {**store.identity, **({"data": store.sources} if store.sources else {}), **about}
+    notes = {"data": store.sources, "earlier commands": "; ".join(store.earlier)}
+    about = {**store.identity, **{name: value for name, value in notes.items() if value}, **about}
     summary = summarise(store.rows(), seed=store.identity["seed"])
     page = markdown(summary, about)
     return summary, page, store.finish(about, {**about, **summary}, page)

@@ -2,7 +2,7 @@
 
 ::
 
-    DIR/run.json                what was run: settings, versions, the last command
+    DIR/run.json                what was run: settings, versions, all commands
     DIR/parts/single-00007.parquet    the rows of one example (longbench.qasper-00007.parquet)
     DIR/rows.parquet            all of them, in order
     DIR/summary.json, summary.md
@@ -72,11 +72,13 @@ class Store:
         _arrow()
         self.folder, self.identity = Path(folder), identity
         self.sources: dict[str, str] = {}
+        self.earlier: list[str] = []  # commands that measured into this folder before
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{folder} is a file; --out is a folder")
         if (self.folder / "run.json").is_file() and any((self.folder / "parts").glob("*.parquet")):
             run = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
             known, self.sources = run["identity"], run.get("sources", {})
+            self.earlier = [*run.get("earlier", []), *([run["command"]] if "command" in run else [])]
             wanted = json.loads(json.dumps(identity))
             changed = [
                 f"{key} ({known.get(key)!r} there, {wanted.get(key)!r} now)"
@@ -101,8 +103,10 @@ class Store:
         if not any((Path(folder) / "parts").glob("*.parquet")):
             raise ValueError(f"the evaluation in {folder} has measured nothing yet")
         run = json.loads(path.read_text(encoding="utf-8"))
+        store = cls(folder, run.pop("identity"))
+        store.earlier = run.pop("earlier", [])
         run.pop("sources", None)
-        return cls(folder, run.pop("identity")), run
+        return store, run
 
     def bind(self, sources: dict[str, str]) -> None:
         """Takes note of what tasks are read from; unlike the identity, more may come.
@@ -123,8 +127,10 @@ class Store:
 
     def begin(self, run: dict[str, Any]) -> None:
         """Writes ``run.json``: the identity, the sources, and ``run``, what else there is to know."""
-        sources = {"sources": self.sources} if self.sources else {}
-        content = json.dumps({"identity": self.identity, **sources, **run}, indent=2, ensure_ascii=False) + "\n"
+        self.earlier = [text for text in dict.fromkeys(self.earlier) if text != run.get("command")]
+        notes = {"sources": self.sources, "earlier": self.earlier}
+        known = {name: value for name, value in notes.items() if value}
+        content = json.dumps({"identity": self.identity, **known, **run}, indent=2, ensure_ascii=False) + "\n"
         write_whole(self.folder / "run.json", content.encode())
 
     def _part(self, task: str, index: int) -> Path:

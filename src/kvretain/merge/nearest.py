@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..checks import between
 from .base import Merger, averaged, leaving, mergers, taken
 
 
@@ -33,8 +33,7 @@ class Nearest(Merger):
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        bad = isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float)
-        if bad or math.isnan(self.threshold) or not -1 <= self.threshold <= 1:
+        if not between(-1, self.threshold, 1):
             raise ValueError(f"nearest: threshold must be a number from -1 to 1, not {self.threshold!r}")
 
     def merge(self, keys: Tensor, values: Tensor, index: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

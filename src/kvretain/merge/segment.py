@@ -7,13 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import check_whole
 from .base import Merger, averaged, leaving, mergers, taken
-
-
-def check_length(owner: str, length: object) -> None:
-    """Raise ``ValueError`` unless ``length`` is a whole number of at least 2."""
-    if isinstance(length, bool) or not isinstance(length, int) or length < 2:
-        raise ValueError(f"{owner}: length must be a whole number of at least 2, not {length!r}")
 
 
 @mergers.register("segment")
@@ -37,7 +32,7 @@ class Segment(Merger):
     length: int = 16
 
     def __post_init__(self) -> None:
-        check_length("segment", self.length)
+        check_whole("segment", "length", self.length, 2)
 
     def merge(self, keys: Tensor, values: Tensor, index: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Merger.merge`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cache import CacheView, RetentionCache
-from ..policy import Policy
+from ..policy import Policy, presets
 from ..scores import Scorer, scorers
 from ..select.signatures import mean_values
 from .measures import FEWEST, SIGNATURES
@@ -61,13 +61,16 @@ def parse_scorer(text: str) -> Scorer:
         ValueError: it is no scorer, or has more to it (a refiner, selector or scope).
     """
     policy = Policy.parse(text)
-    if policy.scorer is None:
+    scorer = policy.scorer
+    if scorer is None:
         raise ValueError("the policy 'full' has no scores to observe; name a scorer, e.g. snapkv")
-    if policy.refiner is not None or any(mark in text for mark in "+/@"):
+    if text.strip() in presets:  # whose scope says nothing about scores
+        policy = Policy(scorer, policy.refiner, policy.selector, policy.merger)
+    if policy != Policy(scorer):
         raise ValueError(
-            f"observe looks at plain scores, so {text!r} must be a scorer alone, e.g. {scorers.name_of(policy.scorer)}"
+            f"observe looks at plain scores, so {text!r} must be a scorer alone, e.g. {scorers.name_of(scorer)}"
         )
-    return policy.scorer
+    return scorer
 
 
 def protection(tokens: int, observed: Iterable[Scorer]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from abc import abstractmethod
 
 import torch
@@ -55,9 +56,9 @@ def by_position(scores: Tensor, positions: Tensor, excluded: Tensor) -> tuple[Te
 def gate_of(owner: str, ratio: float | Tensor, exponent: float, scores: Tensor) -> float | Tensor:
     """``ratio ** exponent`` and 0 at a ratio of 0: a number, or ``(..., 1, 1)`` in the dtype of the computation."""
     if not isinstance(ratio, Tensor):
+        if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 <= ratio < 1:
+            raise ValueError(f"{owner}: ratio is the fraction removed and must be in [0, 1), not {ratio!r}")
         ratio = float(ratio)
-        if not 0 <= ratio < 1:
-            raise ValueError(f"{owner}: ratio is the fraction removed and must be in [0, 1), not {ratio}")
         return ratio**exponent if ratio > 0 else 0.0
     rows = scores.shape[:-2]
     if not broadcasts(ratio, rows):
@@ -74,10 +75,10 @@ def gate_of(owner: str, ratio: float | Tensor, exponent: float, scores: Tensor) 
     return torch.where(ratio > 0, ratio.pow(exponent), 0.0)[..., None, None]
 
 
-def check_scores(owner: str, scores: Tensor) -> None:
-    """Raise ``ValueError`` unless all ``scores`` are finite and >= 0."""
+def check_scores(owner: str, scores: Tensor) -> float:
+    """The largest of ``scores``, 0 if there are none; ``ValueError`` unless all are finite and >= 0."""
     if scores.numel() == 0:
-        return
+        return 0.0
     low, high = torch.stack(scores.aminmax()).tolist()  # NaN propagates to both
     if math.isnan(low) or high == math.inf or low == -math.inf:
         bad = scores[~scores.isfinite()][0].item()
@@ -87,23 +88,7 @@ def check_scores(owner: str, scores: Tensor) -> None:
             f"{owner}: scores must be >= 0, but an unprotected one is {low}: a discount would raise it. "
             "Shift signed scores first, as Scorer.nonnegative does"
         )
-
-
-def check_kernel(owner: str, kernel: object) -> None:
-    """Raise ``ValueError`` unless ``kernel`` is an odd whole number."""
-    if isinstance(kernel, bool) or not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"{owner}: kernel must be an odd whole number of at least 1, not {kernel!r}")
-
-
-def check_share(owner: str, field: str, value: object) -> None:
-    """Raise ``ValueError`` unless ``value`` is in [0, 1]."""
-    if not between(0, value, 1):
-        raise ValueError(f"{owner}: {field} must be in [0, 1], not {value!r}")
-
-
-def between(low: float, value: object, high: float) -> bool:
-    """Whether ``value`` is a number, and in [low, high]."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    return high
 
 
 def broadcasts(tensor: Tensor, shape: torch.Size) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._common import Rewrite, between
+from ..checks import between
+from ._common import Rewrite
 from .base import refiners
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ._common import Rewrite, by_position, check_share
+from ..checks import check_share
+from ._common import Rewrite, by_position
 from .base import refiners
 
 

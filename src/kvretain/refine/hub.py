@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import between, check_flag, check_kernel, check_share
 from ..slots import pack, pack_index, unexpanded
-from ._common import between, broadcasts, check_kernel, check_scores, check_share, gate_of
+from ._common import broadcasts, check_scores, gate_of
 from .base import Refiner, refiners
 
 NEIGHBOURS = ("position", "hub")
@@ -85,7 +86,7 @@ def hub_refine(
         >>> hub_refine(torch.tensor([[0.1, 0.4, 0.9, 0.3, 0.0]]), 0.5, calibrate=False)
         tensor([[0.0875, 0.3500, 0.9000, 0.2625, 0.0000]])
     """
-    _check_parameters(kernel, discount, weight_exponent, weight_clip, gate_exponent, neighbours, selectivity)
+    _check_parameters(kernel, discount, weight_exponent, weight_clip, gate_exponent, calibrate, neighbours, selectivity)
     _check_tensors(scores, positions, protected)
     gate = gate_of("hub_refine", ratio, gate_exponent, scores)
 
@@ -105,7 +106,7 @@ def hub_refine(
     # At 0 an excluded entry beats no positive score, and a zero score is the same whether discounted or not.
     open_bits = bits if included is None else bits & included
     open_scores = open_bits.view(precise.dtype)
-    check_scores("hub_refine", open_scores)
+    largest = check_scores("hub_refine", open_scores)
     if isinstance(gate, float) and gate == 0.0:
         return scores
 
@@ -125,7 +126,11 @@ def hub_refine(
         # The factor of an excluded entry is 1.
         one = precise.new_ones(()).view(whole)
         factor.bitwise_and_(swap).bitwise_xor_(hub_bits ^ one).bitwise_and_(included).bitwise_xor_(one)
-    return factor.view(precise.dtype).mul_(precise).to(scores.dtype)
+    refined = factor.view(precise.dtype).mul_(precise).to(scores.dtype)
+    highest = torch.finfo(scores.dtype).max
+    if largest * max(1.0, weight_clip[1]) > highest:  # finite scores stay finite
+        refined = torch.where(refined.isinf() & scores.isfinite(), highest, refined)
+    return refined
 
 
 def _gaps(positions: Tensor) -> tuple[tuple[int, int], bool]:
@@ -234,6 +239,7 @@ def _check_parameters(
     weight_exponent: float,
     weight_clip: tuple[float, float],
     gate_exponent: float,
+    calibrate: bool,
     neighbours: str,
     selectivity: str,
 ) -> None:
@@ -247,12 +253,16 @@ def _check_parameters(
         raise ValueError(f"hub_refine: weight_clip must be (low, high) with 0 <= low <= high, not {weight_clip!r}")
     if not between(0, gate_exponent, largest):
         raise ValueError(f"hub_refine: gate_exponent must be finite and >= 0, not {gate_exponent!r}")
+    check_flag("hub_refine", "calibrate", calibrate)
     for name, value, valid in (("neighbours", neighbours, NEIGHBOURS), ("selectivity", selectivity, SELECTIVITY)):
         if value not in valid:
             raise ValueError(f"hub_refine: unknown {name} {value!r}; valid: {', '.join(map(repr, valid))}")
 
 
 def _check_tensors(scores: Tensor, positions: Tensor | None, protected: Tensor | None) -> None:
+    for name, given in (("scores", scores), ("positions", positions), ("protected", protected)):
+        if not isinstance(given, Tensor) and (given is not None or name == "scores"):
+            raise ValueError(f"hub_refine: {name} must be a tensor, not {type(given).__name__}")
     if scores.ndim < 2 or not scores.is_floating_point():
         raise ValueError(
             f"hub_refine: scores must be floating point of shape (..., H, N), not {scores.dtype} {tuple(scores.shape)}"
@@ -303,9 +313,7 @@ class Hub(Refiner):
     selectivity: str = "cv"
 
     def __post_init__(self) -> None:
-        fields = dataclasses.asdict(self)
-        del fields["calibrate"]
-        _check_parameters(**fields)
+        _check_parameters(**dataclasses.asdict(self))
 
     def refine(self, scores: Tensor, ratio: float | Tensor, *, positions: Tensor, protected: Tensor) -> Tensor:
         """Refined scores ``(B, H, N)``; ``ratio`` is a number or ``(B,)``."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._common import Rewrite, between, by_position
+from ..checks import between
+from ._common import Rewrite, by_position
 from .base import refiners
 
 _NOTHING = 1e-9  # nats; rounding of float32 scores stays far below

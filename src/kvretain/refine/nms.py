@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ._common import check_kernel
+from ..checks import check_kernel
 from .base import Refiner, refiners
 from .hub import hub_refine
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import check_kernel
 from ..slots import pack, pack_index
-from ._common import Rewrite, check_kernel
+from ._common import Rewrite
 from .base import refiners
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import check_whole
 from ._common import Rewrite, by_position
 from .base import refiners
 
@@ -30,8 +31,7 @@ class SVD(Rewrite):
     rank: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"svd: rank must be a whole number of at least 1, not {self.rank!r}")
+        check_whole("svd", "rank", self.rank, 1)
 
     def rewrite(self, scores: Tensor, positions: Tensor, excluded: Tensor) -> Tensor:
         """The reconstruction ``(B, H, N)``."""

@@ -1,4 +1,4 @@
-"""What several scorers share: field checks and attention over the cached entries."""
+"""What several scorers share: attention over the cached entries, and the check that a window leaves some."""
 
 from __future__ import annotations
 
@@ -6,24 +6,6 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
-
-
-def check_whole(scorer: str, field: str, value: object, lowest: int) -> None:
-    """Raise ``ValueError`` unless ``value`` is an ``int`` of at least ``lowest``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(f"{scorer}: {field} must be a whole number of at least {lowest}, not {value!r}")
-
-
-def check_fraction(scorer: str, field: str, value: object) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{scorer}: {field} must be a number from 0 to 1, not {value!r}")
-
-
-def check_choice(scorer: str, field: str, value: object, valid: tuple[str, ...]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``valid``."""
-    if value not in valid:
-        raise ValueError(f"{scorer}: {field} must be one of {', '.join(map(repr, valid))}, not {value!r}")
 
 
 def check_window(scorer: str, window: int, seen: int) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
-from ._common import attend, check_whole
+from ..checks import check_flag, check_whole
+from ._common import attend
 from .base import Scorer, scorers
 
 
@@ -51,6 +52,8 @@ class Expected(Scorer):
     def __post_init__(self) -> None:
         check_whole("expected", "future", self.future, 1)
         check_whole("expected", "first", self.first, 0)
+        check_flag("expected", "covariance", self.covariance)
+        check_flag("expected", "values", self.values)
         if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, int | float) or not 0 <= self.epsilon < 1e9:
             raise ValueError(f"expected: epsilon must be a number of at least 0, not {self.epsilon!r}")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
-from ._common import check_whole
+from ..checks import check_share, check_whole
 from .base import Scorer, scorers
 
 
@@ -49,8 +49,7 @@ class FastKVzip(Scorer):
     def __post_init__(self) -> None:
         if not isinstance(self.gate, str):
             raise ValueError(f"fastkvzip: gate must be the path of a file, not {self.gate!r}")
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 <= self.share <= 1:
-            raise ValueError(f"fastkvzip: share must be a number from 0 to 1, not {self.share!r}")
+        check_share("fastkvzip", "share", self.share)
         check_whole("fastkvzip", "window_size", self.window_size, 1)
         check_whole("fastkvzip", "long", self.long, 1)
 

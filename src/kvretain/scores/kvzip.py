@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
-from ._common import check_whole
+from ..checks import check_flag, check_whole
 from .base import Scorer, scorers
 
 
@@ -59,8 +59,7 @@ class KVzip(Scorer):
         check_whole("kvzip", "first", self.first, 0)
         if not isinstance(self.prompt, tuple) or not all(type(token) is int and token >= 0 for token in self.prompt):
             raise ValueError(f"kvzip: prompt must be a tuple of token ids, not {self.prompt!r}")
-        if not isinstance(self.normalise, bool):
-            raise ValueError(f"kvzip: normalise must be True or False, not {self.normalise!r}")
+        check_flag("kvzip", "normalise", self.normalise)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

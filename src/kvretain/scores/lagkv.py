@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..cache.view import CacheView
+from ..checks import check_flag, check_whole
 from ..slots import pack_index
-from ._common import check_whole
 from .base import Scorer, scorers
 
 
@@ -52,8 +52,7 @@ class LagKV(Scorer):
 
     def __post_init__(self) -> None:
         check_whole("lagkv", "lag", self.lag, 2)
-        if not isinstance(self.cross, bool):
-            raise ValueError(f"lagkv: cross must be True or False, not {self.cross!r}")
+        check_flag("lagkv", "cross", self.cross)
 
     def recent(self, budget: int) -> int:
         """One partition."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
+from ..checks import check_whole
 from ..hashing import mix, shift, signed
-from ._common import check_whole
 from .base import Scorer, scorers
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
-from ._common import attend, check_fraction, check_whole, check_window
+from ..checks import check_share, check_whole
+from ._common import attend, check_window
 from .base import Scorer, scorers
 from .snapkv import SnapKV
 
@@ -65,8 +66,8 @@ class RKV(Scorer):
         check_whole("rkv", "kernel", self.kernel, 1)
         if self.kernel % 2 == 0:
             raise ValueError(f"rkv: kernel must be odd, so that the pooling window is centred, not {self.kernel}")
-        check_fraction("rkv", "mix", self.mix)
-        check_fraction("rkv", "threshold", self.threshold)
+        check_share("rkv", "mix", self.mix)
+        check_share("rkv", "threshold", self.threshold)
 
     def recent(self, budget: int) -> int:
         """The observation window."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
+from ..checks import check_choice, check_flag
 from ..zscores import standardised
-from ._common import check_choice
 from .base import Scorer, scorers
 
 OFFSETS = tuple(2**power for power in range(17))
@@ -205,8 +205,7 @@ class Trig(Scorer):
         if not isinstance(self.calibration, str):
             raise ValueError(f"trig: calibration must be the path of a file, not {self.calibration!r}")
         for field in ("distance", "norm", "concentration"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"trig: {field} must be True or False, not {getattr(self, field)!r}")
+            check_flag("trig", field, getattr(self, field))
         check_choice("trig", "aggregate", self.aggregate, AGGREGATES)
         if not (self.distance or self.norm):
             raise ValueError("trig: distance=False and norm=False leave nothing to score by")

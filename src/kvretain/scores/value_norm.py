@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cache.view import CacheView
-from ._common import check_choice
+from ..checks import check_choice
 from .base import Scorer, scorers
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..checks import check_flag
 from ..zscores import standardised
 from .base import Selector, selectors
 from .signatures import mean_values, unit_signatures
@@ -279,8 +280,7 @@ class Diverse(Selector):
         if self.space not in ("values", "keys"):
             raise ValueError(f"diverse: unknown space {self.space!r}; valid: values, keys")
         for name in ("centre", "standardise", "protected_count_as_chosen", "normalise_heads"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"diverse: {name} must be True or False, not {getattr(self, name)!r}")
+            check_flag("diverse", name, getattr(self, name))
 
     def mean_values(self, values: Sequence[Tensor]) -> Tensor:
         """The mean over layers and heads, see :func:`kvretain.select.signatures.mean_values`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import check_kernel, check_whole
 from ..hashing import mix, shift, signed
 from ..slots import pack, pack_index
 from .base import Selector, selectors
@@ -26,8 +27,7 @@ def bump(distance: Tensor, kernel: int, shape: str) -> Tensor:
 
 def check_local(owner: str, kernel: object, shape: object) -> None:
     """Raise ``ValueError`` unless ``kernel`` is odd and ``shape`` one of :data:`SHAPES`."""
-    if isinstance(kernel, bool) or not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"{owner}: kernel must be an odd whole number of at least 1, not {kernel!r}")
+    check_kernel(owner, kernel)
     if shape not in SHAPES:
         raise ValueError(f"{owner}: unknown shape {shape!r}; valid: {', '.join(SHAPES)}")
 
@@ -103,8 +103,7 @@ class StochasticGreedy(Selector):
     def __post_init__(self) -> None:
         check_local("stochastic", self.kernel, self.shape)
         check_epsilon("stochastic", self.epsilon)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"stochastic: seed must be a whole number of at least 0, not {self.seed!r}")
+        check_whole("stochastic", "seed", self.seed, 0)
 
     def select(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..merge.segment import check_length
+from ..checks import check_share, check_whole
 from .base import Selector, selectors
 from .topk import select_topk
 
@@ -33,9 +33,8 @@ class Segments(Selector):
     share: float = 0.25
 
     def __post_init__(self) -> None:
-        check_length("segments", self.length)
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 <= self.share <= 1:
-            raise ValueError(f"segments: share must be a number from 0 to 1, not {self.share!r}")
+        check_whole("segments", "length", self.length, 2)
+        check_share("segments", "share", self.share)
 
     def select(
         self,
