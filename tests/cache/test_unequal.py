@@ -78,7 +78,7 @@ def test_memory_is_what_is_kept(policy):
     for _ in range(20):
         forward(net, tokens(1, 2, 1), cache)
         real = sum(int((layer.positions >= 0).sum()) for layer in cache.layers)
-        assert cache.nbytes <= 1.15 * real * entry + 2 * slack
+        assert cache.nbytes <= 1.15 * real * entry + slack
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for layer in cache.layers

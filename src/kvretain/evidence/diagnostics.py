@@ -87,7 +87,7 @@ def forest(study: Study, cells: Sequence[CellResult]) -> str:
     axes.set_yticks(range(len(cells)), [_label(cell, study) for cell in reversed(cells)])
     axes.set_ylim(-0.6, len(cells) - 0.4)
     axes.set_xlabel(
-        f"arm minus baseline, percentage points, {study.plan.statistics.level:.0%} intervals (one cell each)"
+        f"arm minus baseline, percentage points, {100 * study.plan.statistics.level:g}% intervals (one cell each)"
     )
     return _svg(figure)
 
