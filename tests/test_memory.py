@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from kvretain import RetentionCache
 from kvretain.memory import Layers, layers_of, needs, parse_size, show_size
+from kvretain.policy import Policy
 
 MODELS = [
     ("llama", {}),
@@ -70,7 +71,8 @@ def test_a_recurrent_state_does_not_grow():
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of keys and values alive at once: tensors ``(1, heads, n, width)``, each storage once."""
+    """The most bytes of keys and values alive at once: tensors ``(1, heads, n, width)``, or ``(n, width)`` where heads
+    lie end to end; each storage once."""
 
     def __init__(self, heads, width):
         super().__init__()
@@ -79,7 +81,9 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim == 4 and tensor.shape[1::2] == (self.heads, self.width):
+            shape = tensor.shape if isinstance(tensor, torch.Tensor) else ()
+            apart = len(shape) == 2 and shape[1] == self.width
+            if apart or (len(shape) == 4 and shape[1::2] == (self.heads, self.width)):
                 storage = tensor.untyped_storage()
                 self.alive.setdefault(storage._cdata, (weakref.ref(storage), storage.nbytes()))
         self.alive = {key: pair for key, pair in self.alive.items() if pair[0]() is not None}
@@ -87,10 +91,16 @@ class Live(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("policy", ["knorm", "knorm@model"])
-@pytest.mark.parametrize("chunk", [None, 16])
+POLICIES = ["knorm", "snapkv", "snapkv@shared(floor=0.2)", "knorm@head(layers='pyramid')", "knorm@model"]
+POLICIES += ["knorm@model-heads", "kvzip@head", "hubkv"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunk", [None, 16, 32])
 def test_the_peak_is_the_real_one(policy, chunk):
-    """To within the keys and values that one layer of the model makes before it hands them to the cache."""
+    """To within the keys and values that one layer of the model makes before it hands them to the cache. How much
+    longer the longest head is, and how many tokens are repeated at a time, is not known beforehand: there the plan may
+    be above what is real, by a quarter."""
     model, context, budget = build("llama", num_hidden_layers=12), 96, 16
     layers = layers_of(model.config)
     *_, need = needs(layers, context, [budget], policy=policy, every=4, chunk=chunk)
@@ -99,9 +109,16 @@ def test_the_peak_is_the_real_one(policy, chunk):
     with torch.no_grad(), Live(2, 8) as live:
         for part in tokens.split(chunk or context, 1):
             model(part, past_key_values=cache)
-    own = layers.full[0] * (chunk or context)
-    assert need.peak - own <= live.most <= need.peak + 2 * own
+        own = layers.full[0] * (chunk or context)
+        prompt, live.most = live.most, 0
+        for _ in range(12):
+            model(tokens[:, :1], past_key_values=cache)
+    parsed = Policy.parse(policy)
+    slack = 0.25 * need.peak if parsed.ragged or "replay" in parsed.needs else 0
+    assert need.peak - own - slack <= max(prompt, live.most) <= need.peak + 2 * own
     assert 2 * own < need.peak  # or the bounds say nothing
+    *_, rest = needs(layers, context, [budget], policy=policy, every=4, chunk=1)
+    assert live.most <= rest.peak + 4 * layers.full[0]
 
 
 def test_peaks_in_numbers():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def shared_values(policy: Policy, views: Sequence[CacheView], heads: int = 1, st
 
 def choose_unequal(
     policy: Policy,
-    views: Sequence[CacheView],
+    views: Iterable[CacheView],
     ratio: float | Tensor,
     counts: Sequence[int],
     given: Sequence[Tensor] | None = None,
@@ -88,7 +88,7 @@ def choose_unequal(
 
     Args:
         policy: a ``ragged`` one.
-        views: the layers that choose together: one, or all for the scope ``model-heads``.
+        views: the layers that choose together: one, or all for ``model-heads``; one at a time is held.
         ratio: fraction removed of the tokens seen, for refiners; a number or ``(B,)``.
         counts: ``B`` numbers: real entries that each row keeps per head, averaged over the heads of the views.
         given: as in :func:`choose`.
@@ -99,19 +99,22 @@ def choose_unequal(
     Raises:
         ValueError: as :func:`choose`.
     """
-    refined = _refined(policy, views, ratio, given)
-    if policy.competes:
-        masked = [s.masked_fill(~v.valid, -torch.inf) for s, v in zip(refined, views, strict=True)]
-        return compete(masked, [v.protected for v in views], counts, policy.floor)
-    masks = []
-    for scores, view in zip(refined, views, strict=True):
+    masks: list[Tensor] = []
+    protected: list[Tensor] = []
+    for view in views:
+        [scores] = _refined(policy, [view], ratio, None if given is None else [given[len(masks)]])
+        if policy.competes:
+            masks.append(scores.masked_fill(~view.valid, -torch.inf))
+            protected.append(view.protected)
+            del view  # the view of unequal heads is a padded copy of its layer: it goes before the next one comes
+            continue
         shared = combine_heads(scores, view.candidates, policy.combine) if policy.scope == "layer" else scores
         available = view.valid[:, 0].sum(-1).tolist()
         index = _select(policy, shared, [view], [min(c, n) for c, n in zip(counts, available, strict=True)])
         mask = torch.zeros(*index.shape[:2], view.positions.shape[2] + 1, dtype=torch.bool, device=index.device)
         # A leading -1 of a row that keeps less lands in the extra column.
         masks.append(mask.scatter_(2, index.remainder(mask.shape[2]), True)[..., :-1].expand_as(view.positions))
-    return masks
+    return compete(masks, protected, counts, policy.floor) if policy.competes else masks
 
 
 def row_budgets(

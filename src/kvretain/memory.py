@@ -109,7 +109,9 @@ def needs(
         context: tokens seen, prompt and answer together; for the peak, all of them are the prompt.
         budgets: entries kept per head.
         policy: one that chooses for all layers together (``@model``, ``/diverse@model``, ...) evicts after the last
-            layer, and so holds all of the prompt at the peak; others hold one layer of it.
+            layer, and so holds all of the prompt at the peak; others hold one layer of it. One that repeats what it has
+            read (``kvzip``) holds the repetition, too. Where heads or layers keep unequal numbers of entries, one layer
+            at a time is padded to its longest head, which is taken to be twice the average; it may be longer.
         every: the cache's decode cadence.
         chunk: tokens per pass of the prefill; default: one pass.
         memory: bytes for weights and caches, to say how many sequences fit.
@@ -127,6 +129,12 @@ def needs(
     bounded = layers.constant + sum(entry * min(window, context) for window, entry in layers.sliding)
     step = min(chunk or context, context)
 
+    scorer: Any = policy.scorer
+
+    def repeated(tokens: int) -> int:
+        """Entries that a repetition of ``tokens`` appends for a while."""
+        return len(scorer.prompt) + min(tokens, scorer.chunk + scorer.lead) if "replay" in policy.needs else 0
+
     def fits(peak: int) -> int | None:
         return None if memory is None else max(0, (memory - layers.weights) // peak)
 
@@ -136,13 +144,22 @@ def needs(
     for budget in budgets:
         stays, slots = min(budget, context), budget + every
         passing = min(stays + step, context) if step < context else context
+        again = repeated(passing)
         if policy.deferred and context > budget:
-            prefill = passing * (total + (largest if step < context else 0))
+            stored = (passing + again) * total
+            prefill = stored + (passing * largest if again or step < context else 0)
         else:
+            stored = stays * total + step * largest
             prefill = stays * total + passing * largest
         # An eviction in place holds what stays of one layer twice.
         decoding = slots * total
-        peak = bounded + max(prefill, decoding + budget * largest)
+        evicting = decoding + repeated(every) * total + (slots if again else budget) * largest
+        if policy.ragged:
+            # Of one layer: its heads padded to the longest, then with the new entries, then what stays.
+            if step < context:
+                prefill = max(prefill, stored + (5 * stays + step) * largest)
+            evicting = max(evicting, decoding + repeated(every) * total + (5 * stays + every) * largest)
+        peak = bounded + max(prefill, evicting)
         found.append(Need(budget, bounded + decoding, peak, fits(peak)))
     return found
 

@@ -207,8 +207,12 @@ class Session:
 
     def _choose(self, layers: Sequence[RetentionLayer]) -> list[Tensor]:
         """What stays in each of ``layers``, which choose together: indices, or masks if heads or layers differ."""
-        assert self.plan is not None
-        views, counts = [layer.view() for layer in layers], self.plan.counts
+        assert self.plan is not None and self.batch is not None
+        counts = self.plan.counts
+        if self.policy.competes and self.policy.whole_model:
+            rows = counts if isinstance(counts, tuple) else (counts,) * self.batch
+            return choose_unequal(self.policy, (layer.view() for layer in layers), self.ratio, rows)
+        views = [layer.view() for layer in layers]
         if self.policy.scope == "model" and self.policy.selector.needs_values:
             values = self._shared_values(views)
             chosen = choose(self.policy, views, self.ratio, counts, values)
@@ -218,9 +222,8 @@ class Session:
         self.values = None
         if not self.policy.ragged:
             return choose(self.policy, views, self.ratio, counts)
-        rows = counts if isinstance(counts, tuple) else (counts,) * views[0].keys.shape[0]
-        if not self.policy.whole_model:
-            rows = row_budgets(self.policy, views[0], rows, layers[0].rank, self.retained, bool(self.evicted_at))
+        rows = counts if isinstance(counts, tuple) else (counts,) * self.batch
+        rows = row_budgets(self.policy, views[0], rows, layers[0].rank, self.retained, bool(self.evicted_at))
         return choose_unequal(self.policy, views, self.ratio, rows)
 
     def _shared_values(self, views: Sequence[CacheView]) -> Tensor:

@@ -163,10 +163,10 @@ def _differences(study: Study, cells: Sequence[CellResult]) -> dict[str, Any]:
             ]
         )  # fmt: skip
     note = (
-        f"Right answers in %, held-out split, and the paired difference in points with its {100 * plan.statistics.level:g}% "
-        f"interval; {cells[0].comparison.clusters} problems, {cells[0].comparison.runs} pairs of runs. p: two-sided, "
-        f"alone and after Bonferroni over {plan.cells} cells, which decides at {plan.statistics.alpha:.2g}. Exact: the "
-        "difference if answers are graded by exact string."
+        "Right answers in %, held-out split, and the paired difference in points with its "
+        f"{100 * plan.statistics.level:g}% interval; {cells[0].comparison.clusters} problems, "
+        f"{cells[0].comparison.runs} pairs of runs. p: two-sided, alone and after Bonferroni over {plan.cells} cells, "
+        f"which decides at {plan.statistics.alpha:.2g}. Exact: the difference if answers are graded by exact string."
     )
     head = ["model", "cell", "baseline", "arm", "difference", "p", "corrected", "exact", "verdict"]
     return _table("Held-out result", note, head, rows)
@@ -225,9 +225,10 @@ def _screening(study: Study, results: Results) -> dict[str, Any]:
             ]
         )  # fmt: skip
     note = (
-        f"Right answers in %, and the paired difference in points with its {100 * study.plan.statistics.level:g}% interval, "
-        "not corrected for the number of arms; baseline / arm. A screening, not a confirmation. Arms whose search for "
-        "a budget is not over are left out; where no budget equals the mean cache, the nominal one is shown."
+        "Right answers in %, and the paired difference in points with its "
+        f"{100 * study.plan.statistics.level:g}% interval, not corrected for the number of arms; baseline / arm. A "
+        "screening, not a confirmation. Arms whose search for a budget is not over are left out; where no budget "
+        "equals the mean cache, the nominal one is shown."
     )
     head = ["model", "arm", "budget", "mean cache", "baseline", "arm", "difference"]
     return _table("Development", note, head, rows)
