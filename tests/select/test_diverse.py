@@ -529,7 +529,8 @@ KERNEL = """
 import torch
 from kvretain.select import _picking, diverse
 
-for size, dtype in ((1, torch.float32), (37, torch.float32), (64, torch.bfloat16)):
+f32, bf16 = torch.float32, torch.bfloat16
+for size, dtype, count in ((1, f32, 1), (37, f32, 37), (64, bf16, 64), (256, f32, 128)):
     generator = torch.Generator().manual_seed(size)
     worth = torch.randn(5, size, generator=generator).to(dtype).double().mul_(2).round_().div_(2)
     worth[1, size // 2 :] = -torch.inf
@@ -540,20 +541,48 @@ for size, dtype in ((1, torch.float32), (37, torch.float32), (64, torch.bfloat16
     beside = diverse._Products(vectors, worth, 0.5)
     now = beside.least(seeds)
     pick = torch.where(now == torch.inf, worth, now).argmax(-1)
-    loop = diverse._picks_from(beside.table, now.clone(), pick, size)
-    kernel = _picking.picks_from(beside.table, now, pick, size)
-    assert kernel.shape == (5, size) and torch.equal(kernel, loop), (size, kernel, loop)
+    loop = diverse._picks_from(beside.table, now.clone(), pick, count)
+    kernel = _picking.picks_from(beside.table, now, pick, count)
+    assert kernel.shape == (5, count) and torch.equal(kernel, loop), (size, kernel, loop)
+
+# Rows are taken in groups whose table fits; a row alone that does not fit is still the kernel's.
+scores, protected = torch.randn(7, 40), torch.rand(7, 40) < 0.1
+scores[3, :25] = -torch.inf
+vectors = torch.nn.functional.normalize(torch.randn(7, 40, 8), dim=-1)
+expected = diverse.select_diverse(scores, vectors, 20, protected=protected)
+groups, launch = [], _picking.picks_from
+_picking.picks_from = lambda beside, *rest: groups.append(len(beside)) or launch(beside, *rest)
+diverse._kernel = lambda worth: _picking
+for diverse._TABLE, sizes in ((3 * 1600 + 5, [3, 3, 1]), (1599, [1] * 7), (7 * 1600, [7])):
+    groups.clear()
+    own = diverse.select_diverse(scores, vectors, 20, protected=protected)
+    assert torch.equal(own, expected) and groups == sizes, (groups, sizes)
 print("equal")
 """
 
 
 def test_the_kernel_picks_what_the_loop_picks():
-    """In Triton's interpreter, on a CPU; ties, padding and rows of unequal room included. How Triton runs kernels is
-    settled when it is imported, hence the process of its own."""
+    """In Triton's interpreter, on a CPU; ties, padding, rows of unequal room and groups of rows included. How Triton
+    runs kernels is settled when it is imported, hence the process of its own."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == "equal\n", done.stderr
+
+
+def test_the_kernel_serves_gpus_up_to_its_widest_row(monkeypatch):
+    class Row:
+        def __init__(self, size, is_cuda=True):
+            self.shape, self.is_cuda = (3, size), is_cuda
+
+    class Kernel:
+        WIDEST = 64
+
+    monkeypatch.setattr(diverse, "_triton", lambda: Kernel)
+    assert diverse._kernel(Row(64)) is Kernel
+    assert diverse._kernel(Row(65)) is None and diverse._kernel(Row(64, is_cuda=False)) is None
+    monkeypatch.setattr(diverse, "_triton", lambda: None)
+    assert diverse._kernel(Row(64)) is None
 
 
 def test_one_row_alone_picks_what_it_picks_among_others():

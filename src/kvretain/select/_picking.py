@@ -1,4 +1,4 @@
-"""Greedy picking on a GPU: one launch for all rows and all picks. Needs Triton."""
+"""Greedy picking on a GPU: one launch for all picks of all rows that are given. Needs Triton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST = 8192
-"""Most entries of a row: one program holds them all in registers."""
+"""Most entries of a row: one program holds them all in registers. A row's table takes 512 MiB then."""
 
 
 @triton.jit

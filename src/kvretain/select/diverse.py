@@ -27,7 +27,8 @@ _GRID = 2.0**20
 float64: the same number in whatever order a device or a batch sums them."""
 
 _TABLE = 1 << 24
-"""Most cosines that are held at once; beyond, each pick computes its own row."""
+"""Most cosines that are held at once, 128 MiB; beyond, each pick computes its own row. Where the kernel picks, rows are
+taken in groups that fit, and one row always fits."""
 
 
 def select_diverse(
@@ -115,14 +116,25 @@ def _picks(worth: Tensor, vectors: Tensor, seeds: Tensor, count: int, weight: fl
     """``count`` greedy picks of every row, in order, ``(R, count)``, from ``worth (R, N)``, -inf where closed."""
     if redundancy == "mean":
         return _picks_by_mean(worth, _Products(vectors), seeds, count, weight)
+    if (kernel := _kernel(worth)) is None:
+        return _picks_by_max(worth, vectors, seeds, count, weight)
+    rows = max(1, _TABLE // worth.shape[1] ** 2)
+    groups = zip(worth.split(rows), vectors.split(rows), seeds.split(rows), strict=True)
+    return torch.cat([_picks_by_max(*group, count, weight, kernel) for group in groups])
+
+
+def _picks_by_max(
+    worth: Tensor, vectors: Tensor, seeds: Tensor, count: int, weight: float, kernel: Any = None
+) -> Tensor:
+    """As :func:`_picks`, for the largest cosine to the entries chosen; with a ``kernel``, from a table of any size."""
     # Subtraction is monotone in floating point, too: what an entry is worth beside all that are chosen is the least of
     # what it is worth beside each.
-    beside = _Products(vectors, worth, weight)
+    beside = _Products(vectors, worth, weight, whole=kernel is not None)
     now = beside.least(seeds)
     # +inf where nothing is chosen yet: the first pick is by score alone.
     pick = torch.where(now == torch.inf, worth, now).argmax(-1)
     if beside.table is not None:
-        return _picks_from(beside.table, now, pick, count)
+        return _picks_from(beside.table, now, pick, count, kernel)
     picks = [pick]
     while len(picks) < count:
         # Beside itself, an entry is not chosen again.
@@ -132,13 +144,13 @@ def _picks(worth: Tensor, vectors: Tensor, seeds: Tensor, count: int, weight: fl
     return torch.stack(picks, -1)
 
 
-def _picks_from(beside: Tensor, now: Tensor, pick: Tensor, count: int) -> Tensor:
+def _picks_from(beside: Tensor, now: Tensor, pick: Tensor, count: int, kernel: Any = None) -> Tensor:
     """Picks ``(R, count)``, of which ``pick (R,)`` is the first: after each, ``now (R, N)`` falls to what entries are
     worth beside it, row ``pick`` of ``beside (R, N, N)``, where that is less; the largest is next."""
     beside.diagonal(dim1=1, dim2=2).fill_(-torch.inf)  # beside itself, an entry is not chosen again
-    rows, size = now.shape
-    if now.is_cuda and (kernel := _kernel()) is not None and size <= kernel.WIDEST:
+    if kernel is not None:
         return kernel.picks_from(beside, now, pick, count)
+    rows, size = now.shape
     if rows == 1 and now.device.type == "cpu":
         # Plain numbers index a list faster than tensors index a tensor.
         own, others, picks = now[0], beside[0].unbind(), pick.tolist()
@@ -169,8 +181,14 @@ def _picks_by_mean(worth: Tensor, cosines: _Products, seeds: Tensor, count: int,
     return torch.stack(picks, -1)
 
 
+def _kernel(worth: Tensor) -> Any:
+    """:mod:`._picking`, if it can pick for ``worth (R, N)``: on a GPU, with Triton, rows that are not too wide."""
+    kernel = _triton() if worth.is_cuda else None
+    return kernel if kernel is not None and worth.shape[1] <= kernel.WIDEST else None
+
+
 @functools.cache
-def _kernel() -> Any:
+def _triton() -> Any:
     """:mod:`._picking`, if Triton is installed."""
     if importlib.util.find_spec("triton") is None:
         return None
@@ -181,14 +199,16 @@ def _kernel() -> Any:
 
 class _Products:
     """Inner products of each row's ``vectors (R, N, D)``; with ``worth (R, N)``, what each entry is worth beside
-    another, ``worth - weight * product``. As a table ``(R, N, N)`` if it is small enough."""
+    another, ``worth - weight * product``. As a table ``(R, N, N)`` if it is small enough, or ``whole``."""
 
-    def __init__(self, vectors: Tensor, worth: Tensor | None = None, weight: float = 1.0) -> None:
+    def __init__(
+        self, vectors: Tensor, worth: Tensor | None = None, weight: float = 1.0, *, whole: bool = False
+    ) -> None:
         self.vectors = vectors.to(torch.float64).mul_(_GRID).round_().div_(_GRID)
         self.worth, self.weight = worth, weight
         rows, size, _ = vectors.shape
         self.first = torch.arange(0, rows * size, size, device=vectors.device)
-        self.table = self._with(self.vectors) if rows * size * size <= _TABLE else None
+        self.table = self._with(self.vectors) if whole or rows * size * size <= _TABLE else None
 
     def _with(self, others: Tensor) -> Tensor:
         """Rows ``(R, n, N)`` of the table for ``others (R, n, D)``."""
