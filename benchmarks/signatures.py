@@ -1,4 +1,4 @@
-"""How alike value signatures are: whether α's penalty can tell entries apart at all, or a common part makes it constant.
+"""How alike value signatures are: can α's penalty tell entries apart, or does a common part make it constant?
 
     python benchmarks/signatures.py --model smollm2-135m --model gemma3-270m \
         --model models/lab-seed0 --model models/lab-seed1        # a minute on one CPU thread
