@@ -1,45 +1,54 @@
 """Kernels checked and timed, then decode speed and memory of a 7B-shaped model, on a GPU: one run, under 8 minutes.
 
     python benchmarks/gpu.py                       # 16k tokens of context; DynamicCache and budgets 128 to 4096
-    python benchmarks/gpu.py --layers 2 --context 600 --budgets 128 --device cpu --dtype float32   # a dry run anywhere
+    python benchmarks/gpu.py --layers 2 --context 600 --budgets 128 --block 8 --repeats 2 --backend eager \\
+        --device cpu --dtype float32               # a dry run anywhere, a minute
 
-*Kernels.* Each against its reference on the CPU in float64 (or the CPU's own picks), then its time beside the least
-time that moving its inputs and outputs once would take at the bandwidth of a large copy.
+*Kernels.* ``hub_refine`` against itself on the CPU in float64, picks against the CPU's own, ``trig_scores`` against
+its formula written out in float64; then each one's time beside the least time that moving its inputs and outputs once
+would take at the bandwidth of a large copy.
 
 *Decoding.* Randomly initialised weights; they do not matter for speed. A cache reads the context in chunks, decodes
-alone, then the row is repeated to as many as memory holds (fewer, if that many do not run) and they decode together.
-Medians over blocks. What ``--minutes`` leave no time for is named as left out.
+alone, then the row is repeated to as many as memory holds (fewer, if that many do not run) and they decode together;
+8 rows at most where heads differ, since those are attended to one after the other. The last row decodes compiled,
+alone. Medians over blocks. What ``--minutes`` leave no time for is named as left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvretain import RetentionCache, hub_refine, select_diverse, select_topk, trig_scores
+from kvretain import CompiledDecoding, RetentionCache, hub_refine, select_diverse, select_topk, trig_scores
+from kvretain.cache.ragged import RaggedLayer
+from kvretain.scores.trig import OFFSETS
 
-MOST_ROWS = 2048
-"""Largest batch tried."""
+MOST_ROWS, MOST_UNEQUAL = 2048, 8
+"""Largest batch tried, and where heads differ."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=["snapkv+hub", "keydiff@model"])
+    parser.add_argument("--policies", nargs="+", default=["snapkv+hub", "keydiff@model", "keydiff@shared"])
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--context", type=int, default=16_000)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--minutes", type=float, default=7.5, help="start nothing new after this long")
+    parser.add_argument("--minutes", type=float, default=6, help="start no new cache after this long")
+    parser.add_argument("--compiled", type=int, default=1024, metavar="BUDGET", help="of the compiled row; 0: none")
+    parser.add_argument("--backend", default="inductor", help="of the compiled row")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", metavar="FILE")
@@ -69,15 +78,15 @@ def sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds(work: Callable[[], object], device: str, *, repeats: int = 9) -> float:
-    """Median seconds of ``work``, after two runs that warm up."""
-    times = []
-    for repeat in range(repeats + 2):
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Median seconds of 9 runs of ``work``, after two that warm up; on a CPU, where it is a dry run, of one."""
+    times, warm = [], 2 if device == "cuda" else 0
+    for repeat in range(warm + (9 if device == "cuda" else 1)):
         sync(device)
         start = time.perf_counter()
         work()
         sync(device)
-        if repeat > 1:
+        if repeat >= warm:
             times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -112,10 +121,12 @@ def kernels(device: str) -> list[dict]:
         assert torch.equal(select_topk(moved, keep).cpu(), select_topk(scores, keep)), "select_topk"
         report("hub_refine", f"8 x {size:,}", lambda m=moved, r=ratio: hub_refine(m, r), moved, own)
         report("select_topk", f"8 x {size:,}, {keep:,} kept", lambda m=moved, k=keep: select_topk(m, k), moved)
-    for count, size, keep in ((1, 256, 128), (64, 256, 128), (8, 2048, 1024)):
-        scores, signatures = random(count, size), random(count, size, 128)
+    for count, size, keep in ((1, 256, 128), (64, 256, 128), (512, 256, 128), (8, 2048, 1024)):
+        scores, signatures = random(count, size), torch.nn.functional.normalize(random(count, size, 128), dim=-1)
         both = scores.to(device), signatures.to(device)
-        own = select_diverse(*both, keep, weight=0.5)
+        with launches() as kernel:
+            own = select_diverse(*both, keep, weight=0.5)
+        assert device != "cuda" or kernel.called, "select_diverse did not use its kernel: is Triton installed?"
         assert torch.equal(own.cpu(), select_diverse(scores, signatures, keep, weight=0.5)), "select_diverse"
         shape = f"{count} x {size} of 128, {keep} kept"
         report("select_diverse", shape, lambda b=both, k=keep: select_diverse(*b, k, weight=0.5), *both)
@@ -124,14 +135,44 @@ def kernels(device: str) -> list[dict]:
         mean, frequency = torch.complex(real, imaginary), 10_000.0 ** -(torch.arange(64) / 64)
         given = [t.to(device) for t in (keys, mean, mean.abs() + 1, frequency)]
         own = trig_scores(*given, size)
-        exact = trig_scores(keys[:, :, :256], *[t.cpu() for t in given[1:]], size)
-        torch.testing.assert_close(own[..., :256].cpu(), exact, atol=1e-2, rtol=1e-3)
+        for part in (slice(0, 128), slice(size - 128, size)):
+            positions, host = torch.arange(size)[part], [t.cpu() for t in given[1:]]
+            exact = trig_reference(keys[:, :, part], *host, size, positions)
+            torch.testing.assert_close(own[..., part].cpu().double(), exact, atol=1e-3, rtol=1e-5)
         shape = f"{batch} x 8 x {size:,} of 128, 32 query heads"
         report("trig_scores", shape, lambda g=given, n=size: trig_scores(*g, n), given[0], own)
     return rows
 
 
+def launches():
+    """Counts the launches of the kernel that picks, where there is one; a context manager."""
+    try:
+        from kvretain.select import _picking
+    except ImportError:  # no Triton
+        return contextlib.nullcontext(mock.Mock(called=False))
+    return mock.patch.object(_picking, "picks_from", wraps=_picking.picks_from)
+
+
+def trig_reference(
+    keys: Tensor, mean: Tensor, absolute: Tensor, frequency: Tensor, next_position: int, positions: Tensor
+) -> Tensor:
+    """The score as TriAttention writes it, ``(B, Hq, n)`` float64: keys turned back by their ``positions (n,)``, an
+    angle for each distance, query head, key and pair."""
+    mean, absolute, frequency = mean.to(torch.complex128), absolute.double(), frequency.double()
+    turns = torch.polar(torch.ones(len(positions), len(frequency)).double(), -positions[:, None] * frequency)
+    plain = torch.complex(*keys.double().chunk(2, -1)) * turns  # (B, H, n, F)
+    plain = plain.repeat_interleave(len(mean) // keys.shape[1], 1)  # (B, Hq, n, F)
+    lengths, phases = plain.abs(), mean.angle()[:, None] - plain.angle()
+    scores = (lengths * (absolute - mean.abs())[:, None]).sum(-1)
+    for offset in OFFSETS:
+        angles = (next_position - positions + offset)[:, None] * frequency + phases
+        scores += (mean.abs()[:, None] * lengths * angles.cos()).sum(-1) / len(OFFSETS)
+    return scores
+
+
 def nbytes(cache) -> int:
+    if isinstance(cache, RetentionCache):
+        return cache.nbytes
     return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
@@ -148,16 +189,23 @@ def filled(model, cache, args: argparse.Namespace) -> float:
 
 
 @torch.no_grad()
-def decode(model, cache, args: argparse.Namespace, batch: int) -> dict:
+def decode(model, cache, args: argparse.Namespace, batch: int, compiled: bool) -> dict:
     """Tokens per second of all rows together, the median over blocks and its range."""
     token, times = torch.full((batch, 1), 7, device=args.device), []
+    if compiled:
+        step = CompiledDecoding(model, cache, backend=args.backend)
+    else:
+
+        def step(token):
+            return model(token, past_key_values=cache).logits
+
     for repeat in range(args.repeats + 1):
         sync(args.device)
         start = time.perf_counter()
         for _ in range(args.block):
-            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token = step(token)[:, -1:].argmax(-1)
         sync(args.device)
-        if repeat:  # the first block warms up
+        if repeat:  # the first block warms up, or compiles
             times.append((time.perf_counter() - start) / args.block)
     return {
         "batch": batch,
@@ -174,19 +222,20 @@ def room(device: str, cache) -> int:
         return 4
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    return min(MOST_ROWS, int(0.85 * free / (nbytes(cache) * (1 + 2 / len(cache.layers)))))
+    most = MOST_UNEQUAL if any(isinstance(layer, RaggedLayer) for layer in cache.layers) else MOST_ROWS
+    return min(most, int(0.85 * free / (nbytes(cache) * (1 + 2 / len(cache.layers)))))
 
 
-def rows_of(model, make: Callable, args: argparse.Namespace) -> list[dict]:
-    """One cache: alone, then with as many rows as fit."""
+def rows_of(model, make: Callable, args: argparse.Namespace, compiled: bool) -> list[dict]:
+    """One cache: alone, then, if not compiled, with as many rows as fit."""
     cache = make()
     prefill = filled(model, cache, args)
-    rows = [{"prefill_s": prefill} | decode(model, cache, args, 1)]
-    batch = room(args.device, cache)
+    rows = [{"prefill_s": prefill} | decode(model, cache, args, 1, compiled)]
+    batch = 1 if compiled else room(args.device, cache)
     while batch > 1:
         try:
             cache.batch_repeat_interleave(batch)
-            return [*rows, {"prefill_s": None} | decode(model, cache, args, batch)]
+            return [*rows, {"prefill_s": None} | decode(model, cache, args, batch, False)]
         except torch.cuda.OutOfMemoryError:
             batch = batch * 3 // 4
         cache = None
@@ -207,6 +256,9 @@ def main() -> None:
         for policy in args.policies:
             name = f"{policy}, budget {budget}"
             makers[name] = lambda p=policy, b=budget: RetentionCache.for_model(model, p, budget=b)
+    compiled = f"keydiff, budget {args.compiled}, compiled"
+    if args.compiled:
+        makers[compiled] = lambda: RetentionCache.for_model(model, "keydiff", budget=args.compiled)
     print(
         "\n| cache | batch | prefill s | decode tokens/s (range) | cache MiB a row |\n|---|---|---|---|---|", flush=True
     )
@@ -215,7 +267,7 @@ def main() -> None:
         if time.perf_counter() - began > 60 * args.minutes:
             left.append(name)
             continue
-        for row in rows_of(model, make, args):
+        for row in rows_of(model, make, args, name == compiled):
             rows.append({"cache": name} | row)
             prefill = "" if row["prefill_s"] is None else f"{row['prefill_s']:.2f}"
             print(

@@ -51,6 +51,21 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_digest_is_of_the_tensors():
+    one = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = artefacts.digest([one, one.to(torch.bfloat16), torch.view_as_complex(one)])
+    assert found == artefacts.digest(
+        [one.t().contiguous().t(), one.to(torch.bfloat16), torch.view_as_complex(one.clone())]
+    )
+    for other in (
+        [one],
+        [one, one, torch.view_as_complex(one)],
+        [one + 1, one.to(torch.bfloat16), torch.view_as_complex(one)],
+    ):
+        assert artefacts.digest(other) != found
+    assert artefacts.digest([one]) != artefacts.digest([one.reshape(1, 4)])
+
+
 def test_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="no file"):
         artefacts.read(tmp_path / "none.safetensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ def plain(parameter: Tensor) -> Tensor:
     reshaped: they come back in floating point."""
     detached = parameter.detach()
     return detached if type(detached) is Tensor else detached.dequantize()
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of shapes, types and numbers, on whatever device the tensors are; files with the same tensors agree,
+    whatever else they say."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        found.update(real.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def own_path(kind: str, model: Any) -> Path:

@@ -1,5 +1,6 @@
 """``kvretain study`` from init to report on a tiny model: what it prints, kills and goes on from, and refuses."""
 
+import dataclasses
 import json
 import os
 import re
@@ -11,11 +12,17 @@ import time
 import pytest
 from checkpoint import save_tiny_checkpoint
 from evidence.studies import planted, write_plan
+from gates import random_gate
 from typer.testing import CliRunner
 
+from kvretain import load_model
+from kvretain.artefacts import own_path
+from kvretain.calibrate import calibrate
 from kvretain.commands import app
+from kvretain.data import chapter
 from kvretain.evidence import station
-from kvretain.evidence.units import Results
+from kvretain.evidence.plan import parse_plan
+from kvretain.evidence.units import Results, units_of
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -108,6 +115,39 @@ def test_from_init_to_report(plan):
     folder = plan.with_suffix(".study")
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert "kvretain study report" in fine("status", plan)
+
+
+def test_a_default_calibration_that_changes_is_noticed(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVRETAIN_CACHE", str(tmp_path / "cache"))
+    net, tokenizer = load_model(checkpoint, device="cpu")
+    place = own_path("calibration", net)
+    one, other = (calibrate(net, chapter()[start:], tokenizer, tokens=300) for start in (0, 9000))
+    one.save(place)
+    plan = write_plan(tmp_path, RECALL.replace("MODEL", checkpoint).replace("knorm", "trig"))
+    fine("init", plan)
+    fine("tune", plan)
+    other.save(place)
+    fine("freeze", plan)
+    assert "default calibration" in refused("confirm", plan, "--limit", 1)
+    assert not list((plan.with_suffix(".study") / "heldout").glob("*.json"))
+    # What a file says beside its tensors is nobody's business.
+    dataclasses.replace(one, metadata={**one.metadata, "torch": "99"}).save(place)
+    fine("confirm", plan)
+    fine("report", plan)
+    assert "default calibration of" in (plan.with_suffix(".study") / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("policy", ["knorm", "full", "snapkv", "fastkvzip"])
+def test_a_record_names_the_gate_that_it_used_and_nothing_else(checkpoint, tmp_path, monkeypatch, policy):
+    monkeypatch.setenv("KVRETAIN_CACHE", str(tmp_path / "cache"))
+    net, _ = load_model(checkpoint, device="cpu")
+    made, found = parse_plan(RECALL.replace("MODEL", checkpoint), tmp_path), []
+    candidate = dataclasses.replace(made.candidates("topk")[0], policy=policy)
+    for seed in (1, 2, 1):
+        random_gate(net, seed).save(own_path("gate", net))
+        units = units_of(made, "base", checkpoint, candidate, 32, made.workload.load()[:1])
+        found += [record.artefact for record in station.run(made, units)]
+    assert found[0] == found[2] and (found == [""] * 3) == (policy != "fastkvzip") == (found[0] == found[1])
 
 
 def test_maths_with_arms_of_other_cadences_are_matched(checkpoint, tmp_path):

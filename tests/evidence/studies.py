@@ -50,7 +50,7 @@ def gain(policy: str) -> float:
     return 0.6 if "weight=0.25" in policy else 0.2 if "diverse" in policy else 0.0
 
 
-def planted(unit, *, gain=gain, mean=lambda unit: unit.budget + 0.5, weights="w", right=None) -> Record:
+def planted(unit, *, gain=gain, mean=lambda unit: unit.budget + 0.5, weights="w", artefact="", right=None) -> Record:
     """What a unit finds: right with probability 0.3 plus the policy's gain, the same luck for all arms."""
     chance = 0.3 + gain(unit.policy)
     found = luck(unit.model, unit.problem.id, unit.sample) < chance if right is None else right(unit)
@@ -58,7 +58,7 @@ def planted(unit, *, gain=gain, mean=lambda unit: unit.budget + 0.5, weights="w"
     nll = 2 - chance + 0.1 * luck(unit.key)
     return Record(
         unit.key, unit.model, unit.policy, unit.budget, unit.problem.id, unit.sample, verdict, verdict, nll,
-        mean(unit), unit.budget + 1.0, float(unit.budget), 5, f"<reply of {unit.key}>", 0.1, 1e9, weights,
+        mean(unit), unit.budget + 1.0, float(unit.budget), 5, f"<reply of {unit.key}>", 0.1, 1e9, weights, artefact,
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def confirm(study: Study, run=planted) -> None:
     results = study.results("heldout")
     for unit in results.missing(study.heldout_units()):
         record = run(unit)
-        study.same_weights(record)
+        study.as_tuned(record)
         results.add(record)
     study.lock.save(confirmed="now")
 

@@ -14,7 +14,7 @@ from kvretain.evidence.analysis import cells_of, in_random_order, outcomes
 from kvretain.evidence.diagnostics import rank_correlation
 from kvretain.evidence.lock import BrokenPromise
 from kvretain.evidence.study import Study, best_budget, next_budget
-from kvretain.evidence.units import Results
+from kvretain.evidence.units import Results, digest_of
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -141,6 +141,45 @@ def test_other_weights_are_not_confirmed(tmp_path):
     with pytest.raises(BrokenPromise, match=r"weights of owner/one are not those that were tuned.*what was tuned"):
         confirm(made, lambda unit: planted(unit, weights="other"))
     assert not len(made.results("heldout"))
+
+
+TRIG = PLAN.replace("knorm", "trig")
+
+
+def test_another_calibration_is_neither_chosen_by_nor_confirmed(tmp_path):
+    made = begun(tmp_path, TRIG)
+    tune(made, lambda unit: planted(unit, artefact="one" if "weight=1.0" in unit.policy else "two"))
+    with pytest.raises(ValueError, match=r"default calibration of owner/one changed during `tune`.*trig\(calibration="):
+        made.freeze("freeze")
+    text, _ = page.publish(Study.as_locked(made.path), "report")
+    assert "- default calibration of two: two and one" in text
+    (tmp_path / "steady").mkdir()
+    made = begun(tmp_path / "steady", TRIG)
+    tune(made, lambda unit: planted(unit, artefact=f"of {unit.model}"))
+    frozen = made.freeze("freeze")
+    assert frozen["artefacts"] == {model: {"default calibration": f"of {model}"} for model in made.plan.models}
+    with pytest.raises(BrokenPromise, match=r"default calibration of owner/one is not the one that was tuned with"):
+        confirm(made, lambda unit: planted(unit, artefact="of another"))
+    assert not len(made.results("heldout"))
+    confirm(made, lambda unit: planted(unit, artefact=f"of {unit.model}"))
+    text, files = page.publish(Study.as_locked(made.path), "report")
+    assert "- default calibration of one: of owner/one" in text
+    assert "default calibration of one (SHA-256)" in files[1].read_text(encoding="utf-8")
+
+
+def test_records_from_before_calibrations_were_kept_are_still_reported(tmp_path):
+    made = whole(write_plan(tmp_path, TRIG), lambda unit: planted(unit, artefact="of then"))
+    for path in made.folder.glob("*/*.json"):
+        content = json.loads(path.read_text())
+        del content["checksum"], content["artefact"]
+        path.write_text(json.dumps({**content, "checksum": digest_of(content)}))
+    del made.lock.content["frozen"]["artefacts"]
+    made.lock.save()
+    text, _ = page.publish(Study.as_locked(made.path), "report")
+    assert (
+        "**Branch A**" in text
+        and "calibration" not in text[text.index("## How to repeat it") :].partition("```toml")[0]
+    )
 
 
 def test_an_edited_lock_is_refused(tmp_path):

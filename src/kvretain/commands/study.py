@@ -186,7 +186,7 @@ def confirm(
             todo = results.missing(made.heldout_units())
             if not len(results):
                 made.lock.save(_command())
-            done = _work_off(made, results, todo[:limit], engine, workers, threads, made.same_weights)
+            done = _work_off(made, results, todo[:limit], engine, workers, threads, made.as_tuned)
             if done < len(todo):
                 out.print(f"{len(todo) - done} runs are left: the same command goes on.", highlight=False)
                 return

@@ -106,6 +106,8 @@ def contents(study: Study, command: str) -> dict[str, Any]:
         "since": changed(locked["facts"], now) if now else [],
         "data": {"title": plan.title, "facts": locked["facts"], "frozen": study.frozen, "cells": [], "branch": {}},
     }
+    for model, named in _artefacts(study, development).items():
+        content["hashes"] |= {f"{name} of {short(model)}": value for name, value in named.items()}
     if study.frozen:
         content["tables"].append(_candidates(study))
     if not study.frozen:
@@ -120,6 +122,17 @@ def contents(study: Study, command: str) -> dict[str, Any]:
     else:
         _verdict(study, content, development)
     return content
+
+
+def _artefacts(study: Study, development: Results) -> dict[str, dict[str, str]]:
+    """Digests of calibrations and gates, by model and name; none in studies that were made before they were kept."""
+    if study.frozen:
+        found = study.frozen.get("artefacts", {})
+        return {model: {name: value[:16] for name, value in named.items()} for model, named in found.items()}
+    return {
+        model: {name: " and ".join(value[:16] for value in values) for name, values in named.items()}
+        for model, named in study.artefacts(development).items()
+    }
 
 
 def _verdict(study: Study, content: dict[str, Any], development: Any) -> None:

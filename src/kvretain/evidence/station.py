@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ..answer import Prompt, Sampling, answer, build_prompt
-from ..artefacts import fingerprint
+from ..artefacts import digest, fingerprint
 from ..cache import RetentionCache
+from ..cache.layer import RetentionLayer
 from ..lab import vocabulary
 from ..models import load_model
 from ..policy import Policy
@@ -85,6 +86,7 @@ class Station:
         self._load(one.model)
         began = time.perf_counter()
         try:
+            artefact = self._artefact(one)
             if isinstance(self.plan.workload, Recall):
                 found = [self._recall(unit) for unit in units]
             elif len(units) == 1:
@@ -107,6 +109,7 @@ class Station:
                 seconds=spent,
                 finished=now,
                 weights=self._weights,
+                artefact=artefact,
                 **about,
             )
             for unit, about in zip(units, found, strict=True)
@@ -159,6 +162,20 @@ class Station:
         names = ("every", "trigger", "sinks", "recent", "protect_prompt")
         arguments = {name: getattr(unit.cache, name) for name in names}
         return RetentionCache.for_model(self.model, policy, budget=unit.budget, **arguments)
+
+    def _artefact(self, unit: Unit) -> str:
+        """The digest of the calibration or gate that the cache of ``unit`` reads, see :class:`Record`.
+
+        A default one lies in the user's cache folder, where the plan's own hashes do not see it change.
+        """
+        if not Policy.parse(unit.policy).needs & {"calibration", "hidden"}:
+            return ""
+        tensors: list[torch.Tensor] = []
+        for layer in self._cache(unit).layers:
+            if isinstance(layer, RetentionLayer):
+                tensors += layer.calibration or ()
+                tensors += layer.gate.state_dict().values() if layer.gate is not None else ()
+        return digest(tensors)
 
     def _written(self, unit: Unit) -> dict[str, Any]:
         prompt, drawn, room = self._prepared(unit)

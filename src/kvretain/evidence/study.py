@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from .workloads import Problem
 
 TRIES = 12
 """Budgets that are tried to match a mean cache."""
+
+PIN = ". A file that the plan names, as in trig(calibration='...'), is fixed by `init` with the rest"
 
 RULE = (
     "largest mean gain in accuracy over the baseline, over models and budgets, on the development split at matched "
@@ -79,6 +81,15 @@ def best_budget(tried: Mapping[int, float], target: float, tolerance: float) -> 
 def mean_of(values: list[float]) -> float:
     """Their mean."""
     return math.fsum(values) / len(values)
+
+
+def artefact_name(policy: str) -> str:
+    """What a policy reads that is measured on the model, e.g. ``default calibration``; empty if nothing."""
+    scorer = Policy.parse(policy).scorer
+    for name in ("calibration", "gate"):
+        if (path := getattr(scorer, name, None)) is not None:
+            return f"{name} {path}" if path else f"default {name}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -370,17 +381,35 @@ class Study:
             cell["discordant"], cell["correlation"] = estimate_noise(right[0], right[1], clusters)
         return cell
 
+    def used(self, results: Results) -> Iterator[Record]:
+        """The development runs on which the matching and the choice rest, as far as they are done."""
+        for match in self.matches(results):
+            for size in match.tried:
+                yield from results.of(self.units("development", match.model, match.candidate, size))
+
+    def artefacts(self, results: Results) -> dict[str, dict[str, list[str]]]:
+        """Digests of the calibrations and gates that :meth:`used` runs read, by model and name; more than one where
+        they changed."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for record in self.used(results):
+            if record.artefact:
+                of = found.setdefault(record.model, {}).setdefault(artefact_name(record.policy), [])
+                if record.artefact not in of:
+                    of.append(record.artefact)
+        return found
+
     # freeze
 
     def freeze(self, command: str) -> dict[str, Any]:
         """Chooses by :data:`RULE` and records the choice.
 
         Returns:
-            ``rule``, ``choice`` by arm (``values``, ``policy``, ``budgets``), ``table`` of all candidates, ``weights``.
+            ``rule``, ``choice`` by arm (``values``, ``policy``, ``budgets``), ``table`` of all candidates, ``weights``,
+            ``artefacts`` (digests of calibrations and gates by model and name).
 
         Raises:
             BrokenPromise: before ``tune`` is complete, a second time, or with changes.
-            ValueError: what :meth:`tuned` raises; or the models changed while tuning.
+            ValueError: what :meth:`tuned` raises; or the models, their calibrations or gates changed while tuning.
         """
         self.tuning("freeze")
         results = self.results("development")
@@ -392,16 +421,22 @@ class Study:
             budgets = [[cell["model"], cell["budget"], cell["own"]] for cell in best["cells"]]
             choice[arm] = {name: best[name] for name in ("label", "values", "policy", "gain")} | {"budgets": budgets}
         weights: dict[str, str] = {}
-        used = [
-            self.units("development", m.model, m.candidate, size) for m in self.matches(results) for size in m.tried
-        ]
-        for record in (record for units in used for record in results.of(units)):
+        for record in self.used(results):
             if weights.setdefault(record.model, record.weights) != record.weights:
                 raise ValueError(
                     f"the weights of {record.model} changed during `tune`: pin them to a folder and tune again in "
                     "another folder (--out)"
                 )
-        frozen = {"rule": RULE, "choice": choice, "table": table, "weights": weights}
+        artefacts: dict[str, dict[str, str]] = {}
+        for model, named in self.artefacts(results).items():
+            for name, (first, *others) in named.items():
+                if others:
+                    raise ValueError(
+                        f"the {name} of {model} changed during `tune`, so that runs cannot be compared: tune again in "
+                        f"another folder (--out){PIN}"
+                    )
+                artefacts.setdefault(model, {})[name] = first
+        frozen = {"rule": RULE, "choice": choice, "table": table, "weights": weights, "artefacts": artefacts}
         self.lock.save(command, frozen=frozen)
         return frozen
 
@@ -444,12 +479,17 @@ class Study:
             for unit in self.units("heldout", model, self.chosen(arm), self.own_budget(arm, model, budget))
         ]
 
-    def same_weights(self, record: Record) -> None:
-        """Checks that a model is still the one that was tuned.
+    def as_tuned(self, record: Record) -> None:
+        """Checks that a model, and its calibration or gate, are still those that were tuned.
 
         Raises:
-            BrokenPromise: its weights differ.
+            BrokenPromise: they differ.
         """
         assert self.frozen is not None
+        name = artefact_name(record.policy)
+        tuned = self.frozen.get("artefacts", {}).get(record.model, {}).get(name)
+        if tuned is not None and record.artefact != tuned:
+            why = f"the {name} of {record.model} is not the one that was tuned with: restore it{PIN}"
+            raise BrokenPromise("confirm", why, SAME)
         if record.weights != self.frozen["weights"][record.model]:
             raise BrokenPromise("confirm", f"the weights of {record.model} are not those that were tuned", SAME)

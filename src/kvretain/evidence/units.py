@@ -81,6 +81,8 @@ class Record:
         reply: what the model wrote.
         seconds: it took; ``finished``: when, in seconds since 1970.
         weights: fingerprint of the model.
+        artefact: digest of the calibration or gate that the cache used, see :func:`kvretain.artefacts.digest`; empty if
+            it used none. None in records that were made before it was kept.
     """
 
     key: str
@@ -100,6 +102,7 @@ class Record:
     seconds: float
     finished: float
     weights: str
+    artefact: str | None = None
 
     @property
     def right(self) -> float:
