@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                       # 16k tokens of context; DynamicCache and budgets 128 to 4096
     python benchmarks/gpu.py --layers 2 --context 600 --budgets 128 --block 8 --repeats 2 --backend eager \\
-        --device cpu --dtype float32               # a dry run anywhere, a minute
+        --device cpu --dtype float32               # a dry run anywhere, minutes
 
 *Kernels.* ``hub_refine`` against itself on the CPU in float64, picks against the CPU's own, ``trig_scores`` against
 its formula written out in float64; then each one's time beside the least time that moving its inputs and outputs once
