@@ -149,18 +149,31 @@ def load_config(name_or_path: str = EMBEDDED, *, progress: Progress = say) -> An
     Raises:
         FileNotFoundError, RuntimeError, ImportError: as :func:`load_model`.
     """
+    return _load_part("AutoConfig", "configuration", name_or_path, progress)
+
+
+def load_tokenizer(name_or_path: str = EMBEDDED, *, progress: Progress = say) -> Any:
+    """The tokenizer of a model that :func:`load_model` would load; no weights are read, except from a GGUF file.
+
+    Raises:
+        FileNotFoundError, RuntimeError, ImportError: as :func:`load_model`.
+    """
+    return _load_part("AutoTokenizer", "tokenizer", name_or_path, progress)
+
+
+def _load_part(kind: str, what: str, name_or_path: str, progress: Progress) -> Any:
     source, options = _locate(name_or_path)
     require("transformers", *(["gguf"] if options else []))
     if source in PACKAGED:
         source = str(packaged_folder(source, progress))
-    from transformers import AutoConfig
+    import transformers
 
     try:
-        return AutoConfig.from_pretrained(source, **options)
+        return getattr(transformers, kind).from_pretrained(source, **options)
     except OSError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileNotFoundError(
-            f"cannot load the configuration of {name_or_path!r}: {reason} (the embedded model is {EMBEDDED!r})"
+            f"cannot load the {what} of {name_or_path!r}: {reason} (the embedded model is {EMBEDDED!r})"
         ) from error
 
 

@@ -8,6 +8,7 @@ import os
 
 import pytest
 from evidence.studies import PLAN, confirm, luck, planted, tune, whole, write_plan
+from evidence.test_measure import Letters
 
 from kvretain.evidence import page, study
 from kvretain.evidence.analysis import cells_of, in_random_order, outcomes
@@ -265,6 +266,58 @@ def test_the_search_ends_where_there_is_none(mean):
     while (size := next_budget(tried, 200.0, 0.01, 64)) is not None:
         tried[size] = mean(size)
     assert best_budget(tried, 200.0, 0.01) is None and len(tried) <= study.TRIES
+
+
+def test_the_search_does_not_go_below_the_least_budget():
+    tried: dict[int, float] = {}
+    while (size := next_budget(tried, 16.0, 0.01, 16, 14)) is not None:
+        assert size >= 14 and size not in tried
+        tried[size] = size + 32.0
+    assert set(tried) == {16, 14} and best_budget(tried, 16.0, 0.01) is None
+
+
+@pytest.mark.parametrize(
+    ("arm", "least"),
+    [
+        ('{policy = "knorm", every = 64, sinks = 4, recent = 10}', 14),
+        ('{policy = "knorm", every = 64, protect_prompt = true}', 12 + 1),
+        ('{policy = "knorm", every = 64, protect_prompt = true, recent = 3}', 12 + 3),
+    ],
+)
+def test_a_protection_that_leaves_no_room_ends_the_search(tmp_path, arm, least):
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) for i in range(9))
+    )
+    text = PLAN.replace('kind = "recall"\nproblems = 60', 'kind = "maths"\nname = "gsm8k"\nfile = "rows.jsonl"')
+    text = text.replace('"knorm/diverse(weight={weight})@model"', arm).replace("weight = [0.25, 1.0]", "")
+    made = begun(tmp_path, text.replace("budgets = [32, 64]", "budgets = [16]"))
+
+    def run(unit):
+        assert unit.budget >= least
+        mean = unit.budget + 30.0 if unit.cache.every == 64 else unit.budget
+        return dataclasses.replace(planted(unit, mean=lambda unit: mean), prefill_cache=12.0)
+
+    tune(made, run)
+    with pytest.raises(ValueError, match=rf"'diverse' cannot reach the baseline's mean cache.*at budget {least}"):
+        made.freeze("freeze")
+
+
+def test_summaries_that_leave_no_room_end_the_search(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvretain.evidence.plan.load_tokenizer", lambda name: Letters())
+    monkeypatch.setattr("kvretain.evidence.summaries.CUE", "so:")
+    text = PLAN.replace('"knorm/diverse(weight={weight})@model"', '{policy = "full", summary = 9}')
+    text = text.replace("weight = [0.25, 1.0]", "")
+    with pytest.raises(ValueError, match=r"summary of 9 tokens needs a budget of at least 29 on owner/one, not 28"):
+        begun(tmp_path, text.replace("budgets = [32, 64]", "budgets = [28]"))
+    made = begun(tmp_path, text.replace("budgets = [32, 64]", "budgets = [32]"))
+
+    def run(unit):
+        assert unit.budget >= 29
+        return planted(unit, mean=lambda unit: unit.budget + 30.0 * unit.cache.summary)
+
+    tune(made, run)
+    with pytest.raises(ValueError, match=r"'diverse' cannot reach the baseline's mean cache.*at budget 29"):
+        made.freeze("freeze")
 
 
 def roomy(unit):

@@ -93,8 +93,9 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 class Lock:
     """The lock in a folder; ``content`` is empty before ``init``.
 
-    Keys: ``facts``, ``plan_text``, ``plan_path``, ``development``, ``heldout``, ``power``, ``frozen`` (None before),
-    ``confirmed`` (when it was complete, None before), ``history``.
+    Keys: ``facts``, ``least`` (:meth:`~kvretain.evidence.plan.Plan.least`), ``plan_text``, ``plan_path``, ``problems``,
+    ``development``, ``heldout``, ``frozen`` (None before), ``confirmed`` (when it was complete, None before),
+    ``history``.
 
     Raises:
         ValueError: it is damaged or was edited.

@@ -38,9 +38,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..cache.budget import Budget
-from ..models import check_model_name, parse_dtype
+from ..models import check_model_name, load_tokenizer, parse_dtype
 from ..policy import Policy
 from .splitting import split
+from .summaries import least_budget
 from .workloads import WORKLOADS, Problem, Recall, Workload, at_least, one_of
 
 T = TypeVar("T")
@@ -335,17 +336,38 @@ class Plan:
             named += [getattr(scorer, name, "") for name in ("calibration", "gate")]
         return [*self.workload.files, *sorted({name for name in named if name})]
 
+    def least(self) -> dict[str, dict[int, int]]:
+        """The smallest budgets that summaries fit into, by model and tokens of a summary; loads the tokenizers of a
+        plan with summaries.
+
+        Raises:
+            FileNotFoundError, RuntimeError, ImportError: as :func:`kvretain.models.load_tokenizer`.
+        """
+        every = {candidate.cache.summary for arm in self.arms for candidate in self.candidates(arm)} - {0}
+        if not every:
+            return {}
+        tokenizers = {model: load_tokenizer(model) for model in self.models}
+        return {model: {size: least_budget(tokenizers[model], size) for size in every} for model in self.models}
+
     def check(self) -> None:
         """Checks what lies outside the plan.
 
         Raises:
             FileNotFoundError: a file or a model folder is not there.
+            ValueError: a budget that does not hold an arm's summaries.
         """
         for model in self.models:
             check_model_name(model)
         for name in self.files:
             if not Path(name).expanduser().is_file():
                 raise FileNotFoundError(f"the plan names the file {name!r}, which is not there")
+        for model, sizes in self.least().items():
+            for summary, least in sizes.items():
+                if min(self.budgets) < least:
+                    raise ValueError(
+                        f"a summary of {summary} tokens needs a budget of at least {least} on {model}, "
+                        f"not {min(self.budgets)}: give larger budgets or shorter summaries"
+                    )
 
     def data_hash(self, problems: Iterable[Problem]) -> str:
         """Of the problems and of the content of all files."""

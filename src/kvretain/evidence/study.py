@@ -36,7 +36,7 @@ RULE = (
 )
 
 
-def next_budget(tried: Mapping[int, float], target: float, tolerance: float, start: int) -> int | None:
+def next_budget(tried: Mapping[int, float], target: float, tolerance: float, start: int, least: int = 1) -> int | None:
     """The budget to try next so that the mean cache becomes ``target``; None if that is done, or hopeless.
 
     A search over whole numbers by linear interpolation, for a mean that grows with the budget.
@@ -46,6 +46,7 @@ def next_budget(tried: Mapping[int, float], target: float, tolerance: float, sta
         target: the baseline's mean.
         tolerance: allowed difference of their ratio from 1.
         start: the first budget.
+        least: the smallest that may be tried.
 
     Example:
         >>> next_budget({}, 96, 0.01, 64), next_budget({64: 80.0}, 96, 0.01, 64), next_budget({80: 96.2}, 96, 0.01, 64)
@@ -69,7 +70,7 @@ def next_budget(tried: Mapping[int, float], target: float, tolerance: float, sta
     step = round(abs(target - tried[near[0]]) / max(slope, 0.25))
     if below:
         return max(below) + max(1, step)
-    return max(1, min(above) - max(1, step)) if min(above) > 1 else None
+    return max(least, min(above) - max(1, step)) if min(above) > least else None
 
 
 def best_budget(tried: Mapping[int, float], target: float, tolerance: float) -> int | None:
@@ -216,6 +217,7 @@ class Study:
         self.lock.save(
             command,
             facts=now,
+            least=self.plan.least(),
             plan_text=self.text,
             plan_path=self.path.name,
             problems=[vars(problem) for problem in self.problems],
@@ -298,16 +300,29 @@ class Study:
         # full keeps everything, whatever its budget, unless it sums up
         fixed = Policy.parse(candidate.policy).scorer is None and not candidate.cache.summary
         # The search is a function of what is measured, so it finds its way again after a stop.
-        while (size := next_budget(tried, target or 1.0, self.plan.tolerance, budget)) is not None:
+        least = self._least(candidate, model)
+        while (size := next_budget(tried, target or 1.0, self.plan.tolerance, budget, least)) is not None:
             mean, todo = measured(candidate, size)
             if mean is None or target is None:
                 return Match(candidate, model, budget, target, tried, None, tuple(todo))
             tried[size] = mean
+            if candidate.cache.protect_prompt:
+                # A protected prompt is whole in the cache when it has been read, and something must fit beside it.
+                records = results.of(self.units("development", model, candidate, size))
+                prompt = math.ceil(max(record.prefill_cache for record in records))
+                least = max(least, prompt + max(1, candidate.cache.recent or 0))
             if fixed:
                 break
         assert target is not None
         own = best_budget(tried, target, self.plan.tolerance)
         return Match(candidate, model, budget, target, tried, own, ())
+
+    def _least(self, candidate: Candidate, model: str) -> int:
+        """The smallest budget that a candidate's cache accepts, as far as it is known before a run."""
+        cache = candidate.cache
+        # JSON's keys are texts; studies of earlier releases have no such list.
+        summaries = (self.lock.content.get("least") or {}).get(model, {}).get(str(cache.summary), 1)
+        return max(1, summaries, (cache.sinks or 0) + (cache.recent or 0))
 
     def tuning(self, command: str = "tune") -> None:
         """Checks that the development split may be run.

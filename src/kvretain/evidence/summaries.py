@@ -16,6 +16,11 @@ LEAD = 4
 """First tokens of the text that stand before every summary, as sinks."""
 
 
+def least_budget(tokenizer: Any, summary: int) -> int:
+    """The smallest budget that :func:`read_summarising` accepts: two summaries with their cues, and a token."""
+    return LEAD + 2 * (len(tokenizer(CUE, add_special_tokens=False)["input_ids"]) + summary) + 1
+
+
 @dataclass(frozen=True)
 class Reading:
     """A text that was read.
@@ -61,7 +66,7 @@ def read_summarising(
         ValueError: ``budget`` does not hold two summaries with their cues, so that little else would ever fit.
     """
     cue = list(tokenizer(CUE, add_special_tokens=False)["input_ids"])
-    if budget < (least := LEAD + 2 * (len(cue) + summary) + 1):
+    if budget < (least := least_budget(tokenizer, summary)):
         raise ValueError(
             f"a summary of {summary} tokens needs a budget of at least {least} with this tokenizer, not {budget}: "
             "give a larger budget or a shorter summary"
