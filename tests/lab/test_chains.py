@@ -83,9 +83,15 @@ def test_texts_survive_the_tokenizer(tmp_path):
         assert words.decode(ids, skip_special_tokens=True) == text
         assert words(problem.solution, add_special_tokens=False)["input_ids"] == ids[-len(problem.solution.split()) :]
         assert [WORDS[i] for i in DIGITS] == list("0123456789")
-        check(words, "it")
+        check(words, len(WORDS), "it")
 
 
 def test_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"the model has another vocabulary .* `kvretain lab train` makes"):
-        check(AutoTokenizer.from_pretrained(save_tiny_checkpoint(tmp_path)), "the model")
+        check(AutoTokenizer.from_pretrained(save_tiny_checkpoint(tmp_path)), len(WORDS), "the model")
+
+
+@pytest.mark.parametrize("size", [60, 120])
+def test_other_embeddings_than_words_are_refused(size):
+    with pytest.raises(ValueError, match=rf"the model has {size} embeddings, but its tokenizer, .* {len(WORDS)} words"):
+        check(tokenizer(), size, "the model")

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint import save_tiny_checkpoint
 from typer.testing import CliRunner
 
+from kvretain import load_model
 from kvretain.commands import app
 from kvretain.evidence.plan import Split, parse_plan
 from kvretain.evidence.station import grouped
@@ -19,13 +21,13 @@ from kvretain.lab.chains import series
 from kvretain.lab.evaluate import Recall, by_distance, recalls, solve
 from kvretain.lab.recipe import Recipe, Stage
 from kvretain.lab.train import train
-from kvretain.lab.vocabulary import tokenizer
+from kvretain.lab.vocabulary import WORDS, tokenizer
 
 
 class Scripted:
     """Writes what it is told, padded as ``generate`` pads."""
 
-    device = torch.device("cpu")
+    device, config = torch.device("cpu"), SimpleNamespace(vocab_size=len(WORDS))
 
     def __init__(self, replies):
         self.replies = iter(replies)
@@ -178,6 +180,29 @@ def test_a_study_refuses_a_model_of_other_words(tmp_path):
     units = units_of(plan, "base", other, plan.candidates("all")[0], 24, plan.workload.load()[:1])
     with pytest.raises(ValueError, match=r"another vocabulary .* `kvretain lab train` makes"):
         list(work_off(plan, units))
+
+
+@pytest.mark.parametrize("size", [60, 120])
+def test_an_animal_with_other_embeddings_is_refused_before_it_runs(size, animal, tmp_path):
+    net, words = load_model(animal, device="cpu")
+    net.resize_token_embeddings(size)
+    folder = str(tmp_path / "other")
+    net.save_pretrained(folder)
+    words.save_pretrained(folder)
+    with pytest.raises(ValueError, match=f"has {size} embeddings"):
+        solve(net, words, series(1, steps=2, given=2))
+    plan = parse_plan(PLAN.replace("{model}", folder), tmp_path)
+    with pytest.raises(ValueError, match=f"has {size} embeddings"):
+        plan.check()
+    with pytest.raises(ValueError, match=f"has {size} embeddings"):
+        list(work_off(plan, units_of(plan, "base", folder, plan.candidates("all")[0], 24, plan.workload.load()[:1])))
+
+
+def test_init_refuses_chains_on_a_model_of_other_words(tmp_path):
+    (tmp_path / "plan.toml").write_text(PLAN.replace("{model}", str(save_tiny_checkpoint(tmp_path / "other"))))
+    done = run("study", "init", tmp_path / "plan.toml", "--out", tmp_path / "out")
+    assert done.exit_code == 2 and "another vocabulary" in " ".join(done.stderr.split())
+    assert not (tmp_path / "out" / "lock.json").exists()
 
 
 # The commands

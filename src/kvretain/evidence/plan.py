@@ -38,11 +38,12 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..cache.budget import Budget
-from ..models import check_model_name, load_tokenizer, parse_dtype
+from ..lab import vocabulary
+from ..models import check_model_name, load_config, load_tokenizer, parse_dtype
 from ..policy import Policy
 from .splitting import split
 from .summaries import least_budget
-from .workloads import WORKLOADS, Problem, Recall, Workload, at_least, one_of
+from .workloads import WORKLOADS, Chains, Problem, Recall, Workload, at_least, one_of
 
 T = TypeVar("T")
 
@@ -354,10 +355,14 @@ class Plan:
 
         Raises:
             FileNotFoundError: a file or a model folder is not there.
-            ValueError: a budget that does not hold an arm's summaries.
+            ValueError: a model of other words than the chains have, or a budget that does not hold an arm's summaries.
+            RuntimeError, ImportError: the tokenizer or the configuration of a model, where they must be known, does not
+                load.
         """
         for model in self.models:
             check_model_name(model)
+            if isinstance(self.workload, Chains):
+                vocabulary.check(load_tokenizer(model), load_config(model).vocab_size, model)
         for name in self.files:
             if not Path(name).expanduser().is_file():
                 raise FileNotFoundError(f"the plan names the file {name!r}, which is not there")

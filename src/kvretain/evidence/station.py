@@ -148,7 +148,7 @@ class Station:
         task, problem = self.plan.workload, unit.problem
         assert not isinstance(task, Recall)
         if isinstance(task, Chains):
-            vocabulary.check(self.tokenizer, unit.model)
+            vocabulary.check(self.tokenizer, self.model.config.vocab_size, unit.model)
         sampling = task.sampling
         prompt = build_prompt(self.tokenizer, task.prompt_of(problem), raw=not task.chat)
         room = sampling.max_length - len(prompt)

@@ -96,7 +96,7 @@ def solve(
     Raises:
         ValueError: the model has another vocabulary.
     """
-    check(tokenizer, "the model")
+    check(tokenizer, model.config.vocab_size, "the model")
     attempts: list[Attempt] = []
     for start in range(0, len(problems), batch):
         asked = problems[start : start + batch]

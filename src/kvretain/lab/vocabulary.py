@@ -39,18 +39,24 @@ def tokenizer() -> Any:
     )
 
 
-def check(given: Any, name: str) -> None:
+def check(given: Any, size: int, name: str) -> None:
     """Checks that a model speaks this vocabulary.
 
     Args:
         given: its tokenizer.
+        size: ``vocab_size`` of its configuration.
         name: of the model, for the message.
 
     Raises:
-        ValueError: it has other words, or the same ones with other ids.
+        ValueError: it has other words, the same ones with other ids, or embeddings for more or fewer of them.
     """
     if given.get_vocab() != IDS:
         raise ValueError(
             f"{name} has another vocabulary than the chains of this release: they need a laboratory animal, which "
             "`kvretain lab train` makes"
+        )
+    if size != len(WORDS):
+        raise ValueError(
+            f"{name} has {size} embeddings, but its tokenizer, that of the chains of this release, has {len(WORDS)} "
+            "words: its weights and its tokenizer do not belong together"
         )
