@@ -177,6 +177,11 @@ def _load_part(kind: str, what: str, name_or_path: str, progress: Progress) -> A
         ) from error
 
 
+def kv_heads(config: Any) -> int:
+    """Key/value heads of a layer of a model with this decoder ``config``."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 def parse_dtype(name: str) -> torch.dtype:
     """The torch floating-point type called ``name``.
 

@@ -111,6 +111,11 @@ class Policy:
                 raise ValueError(f"scope {self.scope!r} takes no {name!r}; valid: {valid}")
         if self.competes and self.selector != selectors["topk"]():
             raise ValueError(f"with the scope {self.scope!r} heads compete by score: only the selector 'topk' fits")
+        if self.scope != "head" and self.scorer is not None and not self.scorer.comparable:
+            raise ValueError(
+                f"the scorer {scorers.name_of(self.scorer)!r} values heads by different rules, so their scores cannot "
+                f"be compared, as the scope {self.scope!r} does: only the scope 'head' fits"
+            )
         if self.ragged and self.merger is not None:
             raise ValueError(
                 f"mergers need equal numbers of entries, which the scope {self.scope!r}"

@@ -248,6 +248,14 @@ def test_errors_are_one_line(plan, tmp_path, monkeypatch):
     assert "did you mean budgets?" in refused("init", plan)
 
 
+def test_init_refuses_a_mechanism_that_the_model_cannot_serve(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path / "one-head")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
+    text = RECALL.replace("MODEL", str(folder)).replace('"knorm@model"', '"routing"')
+    assert "'routed' needs layers with at least 2 KV heads" in refused("init", write_plan(tmp_path, text))
+
+
 def test_a_damaged_result_stops_with_its_name(plan, monkeypatch):
     monkeypatch.setattr(station, "run", lambda plan, units, **options: map(planted, units))
     fine("init", plan)

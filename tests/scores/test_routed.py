@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cache.models import build
 from views import random_view
 
+from kvretain import Policy, RetentionCache
+from kvretain.policy import SCOPES
 from kvretain.scores import Routed, Trig
 
 
 def test_it_needs_several_heads():
-    with pytest.raises(ValueError, match="several KV heads, but layer 3 has one: use 'trig'"):
+    with pytest.raises(ValueError, match="at least 2 KV heads, but layer 3 has 1: choose another"):
         Routed().score(random_view(1, heads=1))
+
+
+def test_a_model_with_one_head_is_refused_before_it_runs():
+    one = build("llama", num_key_value_heads=1)
+    with pytest.raises(ValueError, match="'routed' needs layers with at least 2 KV heads, but this llama model has 1"):
+        RetentionCache.for_model(one, "routing", budget=8)
+    cache = RetentionCache.for_model(one, "knorm", ratio=0)
+    with pytest.raises(ValueError, match=r"'routed' needs .* but this cache's model has 1"):
+        cache.compress("routing", budget=8)
+
+
+@pytest.mark.parametrize("scope", [scope for scope in SCOPES if scope != "head"])
+def test_heads_that_keep_by_other_rules_are_not_compared(scope):
+    with pytest.raises(
+        ValueError, match=f"cannot be compared, as the scope '{scope}' does: only the scope 'head' fits"
+    ):
+        Policy.parse(f"routed@{scope}")
+    assert Policy.parse("routed@head(layers='pyramid')").scope == "head"
 
 
 def test_heads_of_the_lowest_concentration_retrieve():

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import create_masks_for_generate
 
 from ..gate import LayerGate, gate_for
+from ..models import kv_heads
 from ..policy import Policy
 from . import support, tap
 from .budget import Budget
@@ -102,6 +103,8 @@ class RetentionCache(Cache, tap.Follower):
     def _build(cls, model: Any, policy: Policy, limit: Budget | None, storage: str | None = None) -> RetentionCache:
         decoder = support.decoder_of(model)
         layers = support.layers_of(decoder)
+        if policy.scorer is not None:
+            policy.scorer.check_heads(kv_heads(decoder.config), f"this {decoder.config.model_type} model")
         attention = str(decoder.config._attn_implementation).removeprefix(tap.PREFIX)
         if policy.ragged and attention not in RAGGED:
             raise ValueError(
@@ -350,6 +353,7 @@ class RetentionCache(Cache, tap.Follower):
                 f"{str(self.policy)!r} collects {window}"
             )
         support.check_verified(self._attachment.decoder)
+        scorer.check_heads(kv_heads(self._attachment.decoder.config), "this cache's model")
         layers = self._retained
         calibrations = [layer.calibration for layer in layers]
         self._equip(policy, self._attachment.decoder)

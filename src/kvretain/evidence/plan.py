@@ -39,7 +39,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..cache.budget import Budget
 from ..lab import vocabulary
-from ..models import check_model_name, load_config, load_tokenizer, parse_dtype
+from ..models import check_model_name, kv_heads, load_config, load_tokenizer, parse_dtype
 from ..policy import Policy
 from .splitting import split
 from .summaries import least_budget
@@ -355,12 +355,16 @@ class Plan:
 
         Raises:
             FileNotFoundError: a file or a model folder is not there.
-            ValueError: a model of other words than the chains have, or a budget that does not hold an arm's summaries.
+            ValueError: a model of other words than the chains have or with fewer heads than an arm needs, or a budget
+                that does not hold an arm's summaries.
             RuntimeError, ImportError: the tokenizer or the configuration of a model, where they must be known, does not
                 load.
         """
         for model in self.models:
             check_model_name(model)
+            for scorer in {Policy.parse(c.policy).scorer for arm in self.arms for c in self.candidates(arm)}:
+                if scorer is not None and scorer.least_heads > 1:  # else nothing need be loaded
+                    scorer.check_heads(kv_heads(load_config(model)), model)
             if isinstance(self.workload, Chains):
                 vocabulary.check(load_tokenizer(model), load_config(model).vocab_size, model)
         for name in self.files:

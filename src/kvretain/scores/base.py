@@ -33,6 +33,12 @@ class Scorer(ABC):
     signed: ClassVar[bool] = False
     """Whether scores can be negative; if so, refiners see them through :meth:`nonnegative`."""
 
+    comparable: ClassVar[bool] = True
+    """Whether scores of different heads mean the same, so that scopes may combine them or let heads compete."""
+
+    least_heads: ClassVar[int] = 1
+    """KV heads that a layer must have, see :meth:`check_heads`."""
+
     sinks: ClassVar[int] = 4
     """Default number of protected first tokens."""
 
@@ -54,6 +60,14 @@ class Scorer(ABC):
 
     def check_seen(self, seen: int) -> None:  # noqa: B027 - most scorers can value any number of tokens
         """Raises ValueError if ``seen`` tokens are too few to be valued; asked of the longest row that loses any."""
+
+    def check_heads(self, heads: int, where: str) -> None:
+        """Raises ValueError if ``heads`` KV heads are too few to be told apart; ``where`` is who has them."""
+        if heads < self.least_heads:
+            raise ValueError(
+                f"scorer {scorers.name_of(self)!r} needs layers with at least {self.least_heads} KV heads, but {where} "
+                f"has {heads}: choose another one (`kvretain policies` lists them)"
+            )
 
     @abstractmethod
     def score(self, view: CacheView) -> Tensor:

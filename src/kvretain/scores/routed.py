@@ -35,6 +35,8 @@ class Routed(Trig):
 
     share: float = 0.5
 
+    comparable: ClassVar[bool] = False  # standardised scores beside distances
+    least_heads: ClassVar[int] = 2
     paper: ClassVar[str] = "α's family Routing (definition ours)"
 
     def __post_init__(self) -> None:
@@ -50,10 +52,7 @@ class Routed(Trig):
             ValueError: the view has no calibration or no rotation, or one KV head: there is nothing to route.
         """
         scores, heads = super().score(view), view.keys.shape[1]
-        if heads == 1:
-            raise ValueError(
-                f"scorer 'routed' needs layers with several KV heads, but layer {view.layer} has one: use 'trig'"
-            )
+        self.check_heads(heads, f"layer {view.layer}")
         assert view.calibration is not None
         mean, absolute = view.calibration
         spread = mean.abs().sum(-1) / absolute.sum(-1).clamp_min(1e-30)
