@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -69,6 +70,53 @@ def test_the_kept_set_is_that_of_the_values_of_a_plain_prefill(name):
         for positions in held(cache).values():
             assert positions[row].tolist() == [expected.tolist()] * 2
     assert changed, "the penalty changes nothing here"
+
+
+def picked(scores: list[float], vectors: list[list[float]], keep: int, weight: float, protected: set[int]) -> list[int]:
+    """α's pick by a plain loop over cosines of ``vectors``."""
+
+    def cosine(a: list[float], b: list[float]) -> float:
+        return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
+
+    kept = sorted(protected)
+    while len(kept) < keep:
+        worth = {
+            i: scores[i] - weight * max(cosine(vectors[i], vectors[j]) for j in kept)
+            for i in range(len(scores))
+            if i not in kept
+        }
+        kept.append(max(worth, key=worth.__getitem__))
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("scope", ["head", "model(combine='max')"])
+def test_the_space_of_keys_compares_keys_where_values_say_otherwise(scope):
+    net, ids = model("llama"), distinct(1, 29)
+    plain = DynamicCache(config=net.config)
+    forward(net, ids[None], plain)
+    cache = RetentionCache.for_model(
+        net, f"knorm/diverse(weight=4.0, space='keys')@{scope}", budget=12, sinks=1, recent=2
+    )
+    forward(net, ids[None], cache)
+    norms = torch.stack([-layer.keys[0].norm(dim=-1) for layer in plain.layers])  # (layers, H, N)
+    states = {name: torch.stack([getattr(layer, name)[0] for layer in plain.layers]) for name in ("keys", "values")}
+    if scope == "head":
+        cells = [(layer, head) for layer in range(2) for head in range(2)]
+        scores = {cell: norms[cell] for cell in cells}
+        vectors = {name: {cell: state[cell] for cell in cells} for name, state in states.items()}
+    else:
+        cells = [(0, 0)]
+        scores = {(0, 0): norms.amax((0, 1))}
+        vectors = {name: {(0, 0): state.mean((0, 1))} for name, state in states.items()}
+    for layer, head in cells:
+        given = scores[layer, head].tolist()
+        by_keys, by_values = (
+            picked(given, vectors[name][layer, head].double().tolist(), 12, 4.0, {0, 27, 28}) for name in states
+        )
+        assert held(cache)[layer][0, head].tolist() == by_keys
+        assert by_keys != by_values and by_keys != picked(
+            given, vectors["keys"][layer, head].tolist(), 12, 0.0, {0, 27, 28}
+        )
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model", "aligned"])

@@ -11,6 +11,7 @@ from kvretain import Policy, RetentionCache, artefacts
 from kvretain.calibrate import calibrate
 
 from .models import distinct, forward, left_padded, model, tokens
+from .test_oracle import agrees, agrees_in_beams
 
 POLICIES = [
     "knorm~nearest(threshold=0.2)",
@@ -91,6 +92,22 @@ def test_the_mechanisms_hold_what_they_claim(policy, name):
     assert cache.trace.peak_length <= 12 + 4 and cache.trace.evictions >= 4
     for layer in full:
         assert layer.nbytes <= (12 + 4) * 2 * layer.keys[:, :, :1].nbytes
+
+
+@pytest.mark.usefixtures("calibrated")
+@pytest.mark.parametrize("situation", ["single", "turns left-padded ratio", "left-padded short row", "chunked prefill"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", ["routing", "key-diversity", "value-weighting"])
+def test_mechanisms_that_only_evict_pass_the_oracle(policy, name, situation):
+    _, steps = agrees(policy, name, situation)
+    differ = [not torch.equal(held[:, 0], held[:, 1]) for step in steps for held in step.after.values()]
+    assert any(differ) == (policy == "routing")
+
+
+@pytest.mark.usefixtures("calibrated")
+@pytest.mark.parametrize("policy", ["routing", "key-diversity", "value-weighting"])
+def test_they_pass_it_in_beams(policy):
+    agrees_in_beams(policy)
 
 
 @pytest.mark.usefixtures("calibrated")

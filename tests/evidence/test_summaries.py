@@ -47,6 +47,28 @@ def test_the_last_cache_is_that_of_lead_cue_summary_and_rest(llama):
         torch.testing.assert_close(a.keys, b.keys, atol=1e-4, rtol=1e-4)
 
 
+def test_the_tensors_never_hold_more_than_the_budget(llama, monkeypatch):
+    """Measured after every pass, of whatever cache is in use, from the tensors of its layers."""
+    sizes, config = [], llama.config
+    entry = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * 4  # float32, bytes
+
+    def measuring(run):
+        def measured(model, ids, cache, **options):
+            found = run(model, ids, cache, **options)
+            sizes.append([layer.keys.nbytes + layer.values.nbytes for layer in cache.layers])
+            return found
+
+        return measured
+
+    for name in ("prefill", "forward"):
+        monkeypatch.setattr(summaries, name, measuring(getattr(summaries, name)))
+    ids = cut(Letters(), example()).context
+    reading = read_summarising(llama, Letters(), ids, budget=40, summary=6, chunk=16)
+    assert len(reading.summaries) >= 3 and {len(layers) for layers in sizes} == {config.num_hidden_layers}
+    assert max(max(layers) for layers in sizes) <= 40 * entry
+    assert [layers[0] // entry for layers in sizes] == list(reading.stored)  # and the count that reports give is theirs
+
+
 def test_a_text_that_fits_is_read_as_it_is(llama):
     ids = cut(Letters(), example()).context
     reading = read_summarising(llama, Letters(), ids, budget=200, summary=6, chunk=16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from views import random_view
 
-from kvretain.scores import H2O, RKV, TOVA, KeyDiff, KNorm, LagKV, Random, SnapKV, Streaming, ValueNorm
+from kvretain.scores import H2O, RKV, TOVA, KeyDiff, KNorm, LagKV, Random, SnapKV, Streaming, Trig, ValueNorm
 
 M64 = (1 << 64) - 1
 
@@ -161,6 +161,23 @@ def value_norm_reference(scorer, view, row, head):
 def h2o_reference(scorer, view, row, head):
     slots, _, _, _ = head_of(view, row, head)
     return {slot: float(view.attention[row, head, slot]) for slot in slots}
+
+
+@pytest.mark.parametrize("weight", [0.5, 3.0])
+def test_trig_adds_the_standardised_logarithm_of_the_values_lengths(weight):
+    view = random_view(7, seen=(40, 25, 17))
+    plain, scores = Trig().score(view), Trig(value_weight=weight).score(view)
+    for row in range(plain.shape[0]):
+        for head in range(plain.shape[1]):
+            candidates = view.candidates[row, head].nonzero()[:, 0].tolist()
+            logs = {slot: math.log(math.hypot(*view.values[row, head, slot].double().tolist())) for slot in candidates}
+            mean = math.fsum(logs.values()) / len(logs)
+            spread = math.sqrt(math.fsum((log - mean) ** 2 for log in logs.values()) / len(logs))
+            expected = [plain[row, head, slot].item() + weight * (logs[slot] - mean) / spread for slot in candidates]
+            assert scores[row, head, candidates].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            assert sorted(logs, key=logs.__getitem__) != sorted(
+                candidates, key=lambda slot: plain[row, head, slot].item()
+            )
 
 
 TABLE = [
