@@ -173,8 +173,16 @@ def test_models_without_rotation_are_refused_by_name(tmp_path):
         lambda: RetentionCache.for_model(net, "triattention", budget=8),
         lambda: calibrate(net, tokens(0, 20)),
     ):
-        with pytest.raises(ValueError, match="gpt2 models: this policy's scorer needs to take rotary positions back"):
+        with pytest.raises(ValueError, match=r"^gpt2 models have no rotary positions, .*: choose .*keydiff, snapkv"):
             attempt()
+    for name in ("keydiff", "snapkv", "tova", "knorm"):
+        RetentionCache.for_model(net, name, budget=8)
+
+
+def test_a_rotation_without_a_module_of_its_own_is_one_that_is_not_tested():
+    config = CONFIG_MAPPING["gptj"](vocab_size=96, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+    with pytest.raises(ValueError, match=r"gptj models: .* take rotary positions back, which is tested for"):
+        RetentionCache.for_model(AutoModelForCausalLM.from_config(config).eval(), "triattention", budget=8)
 
 
 # The scorer in a cache

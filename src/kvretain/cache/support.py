@@ -95,10 +95,16 @@ def rope_of(decoder: Any, index: int) -> Rope:
     """The rotation of layer ``index``, from the model's own module (so scaled and partial rotary are right).
 
     Raises:
-        ValueError: the model has no rotary positions that it shows; names its type.
+        ValueError: the model has no rotary positions, or none that tests have taken back; names its type.
     """
     module, kind = getattr(decoder, "rotary_emb", None), decoder.config.model_type
     types = getattr(decoder.config, "layer_types", None)
+    # Some rotate without such a module, and their configuration tells (GPT-J, CodeGen).
+    if module is None and not any(getattr(decoder.config, name, None) for name in ("rope_parameters", "rotary_dim")):
+        raise ValueError(
+            f"{kind} models have no rotary positions, which this policy's scorer needs: choose one without that need, "
+            "such as keydiff, snapkv, tova or knorm"
+        )
     if module is None or kind not in ROTARY:
         raise ValueError(
             f"{kind} models: this policy's scorer needs to take rotary positions back, which is tested for "
