@@ -1,10 +1,11 @@
 """Policies: the text form, the dict form, presets, and errors that list what is valid."""
 
+import dataclasses
 import json
 
 import pytest
 
-from kvretain import Policy, presets, refiners, scorers, selectors
+from kvretain import Policy, mergers, policy, presets, refiners, scorers, selectors
 from kvretain.refine import Hub
 from kvretain.scores import KeyDiff, SnapKV
 
@@ -49,12 +50,25 @@ def test_dicts_are_flat_and_plain():
     assert all(isinstance(v, str | int | float | bool | tuple) for v in flat.values())
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("registry", [scorers, refiners, selectors, mergers], ids=lambda registry: registry.kind)
+def test_no_field_takes_what_is_not_finite(registry, value):
+    """Each field's own check speaks and quotes it."""
+    for name in registry:
+        for field in dataclasses.fields(registry[name]):
+            with pytest.raises(ValueError, match=f"{field.name}.* {value}"):
+                policy._build(registry, name, policy._arguments(f"({field.name}={value})", name))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("hubkv@layer", ["'hubkv' is a preset and stands alone", "kvzip+hub@model-heads"]),
         ("kvzip+hub(neighbours=hub)", ["'hub': neighbours must be a plain value", "quotes, as in neighbours='hub'"]),
         ("fastkvzip(share=1/2)", ["'fastkvzip': share must be a plain value, not 1 / 2"]),
+        ("trig/diverse(weight=nan)", ["diverse: weight must be a number of at least 0, not nan"]),
+        ("trig/diverse(weight=-inf)", ["diverse: weight must be a number of at least 0, not -inf"]),
+        ("snapkv@shared(floor=nan)", ["floor", "not nan"]),
         ("snapk", ["unknown scorer 'snapk'", "snapkv", "keydiff", "streaming"]),
         ("snapkv+hubb", ["unknown refiner 'hubb'", "hub"]),
         ("snapkv/top", ["unknown selector 'top'", "topk"]),

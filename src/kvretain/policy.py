@@ -300,11 +300,16 @@ def _arguments(text: str, owner: str) -> dict[str, Any]:
 
 
 def _literal(owner: str, keyword: ast.keyword) -> Any:
+    value = keyword.value
+    sign = -1.0 if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub) else 1.0
+    bare = value.operand if isinstance(value, ast.UnaryOp) and sign < 0 else value
+    if isinstance(bare, ast.Name) and bare.id in ("nan", "inf"):
+        return sign * float(bare.id)  # no field takes them, and its own check says so
     try:
-        return ast.literal_eval(keyword.value)
+        return ast.literal_eval(value)
     except ValueError:
-        given = ast.unparse(keyword.value)
-        hint = f"; texts need quotes, as in {keyword.arg}='{given}'" if isinstance(keyword.value, ast.Name) else ""
+        given = ast.unparse(value)
+        hint = f"; texts need quotes, as in {keyword.arg}='{given}'" if isinstance(value, ast.Name) else ""
         raise ValueError(f"{owner!r}: {keyword.arg} must be a plain value, not {given}{hint}") from None
 
 
