@@ -55,3 +55,14 @@ def test_modes_are_scopes():
     assert aligned.scope == "aligned"
     assert torch.equal(select_topk(combine_layers(layers, aligned.combine), 7), per_head(scores, 2, 7))
     assert torch.equal(torch.stack([select_topk(layer, 7) for layer in layers]), per_layer_perhead(scores, 2, 7))
+
+
+@pytest.mark.parametrize("mode", [per_head, per_layer_perhead])
+@pytest.mark.parametrize(
+    ("shape", "heads"), [((3, 2, 6, 20), 4), ((3, 2, 6, 20), 0), ((3, 2, 0, 20), 2), ((2, 6, 20), 2)]
+)
+def test_heads_that_do_not_divide_are_refused(mode, shape, heads):
+    with pytest.raises(
+        ValueError, match=rf"{mode.__name__}: scores must be \(L, B, Hq, N\).* multiple of {heads} heads"
+    ):
+        mode(torch.zeros(shape), heads, 5)

@@ -70,14 +70,18 @@ def trig_scores(
         ``(B, Hq, N)`` float32, in units of the attention logits before the model's scaling.
 
     Raises:
-        ValueError: shapes that do not fit, no offset, nothing left to score by, or an unknown ``aggregate``.
+        ValueError: shapes that do not fit, an offset that is not finite or none, nothing left to score by, or an
+            unknown ``aggregate``.
 
     Example:
         >>> keys = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]])           # one pair: along its first axis, its second
         >>> trig_scores(keys, torch.tensor([[1 + 0j]]), torch.tensor([[1.0]]), torch.zeros(1), 2)
         tensor([[[1., 0.]]])
     """
-    _check(keys, query_mean, query_abs_mean, inv_freq, offsets, distance or norm, aggregate)
+    _check(keys, query_mean, query_abs_mean, inv_freq, next_position, offsets, attention_scaling)
+    check_choice("trig_scores", "aggregate", aggregate, AGGREGATES)
+    if not (distance or norm):
+        raise ValueError("trig_scores: without distance and without norm nothing is left to score by")
     batch, heads, count, _ = keys.shape
     pairs, device = keys.shape[3] // 2, keys.device
     mean, absolute = query_mean.to(device, torch.complex64), query_abs_mean.to(device, torch.float32)
@@ -129,19 +133,17 @@ def _check(
     mean: Tensor,
     absolute: Tensor,
     inv_freq: Tensor,
+    next_position: int | Tensor,
     offsets: Sequence[int],
-    any_term: bool,
-    aggregate: str,
+    attention_scaling: float | Tensor,
 ) -> None:
-    check_choice("trig_scores", "aggregate", aggregate, AGGREGATES)
-    if not any_term:
-        raise ValueError("trig_scores: without distance and without norm nothing is left to score by")
-    if len(offsets) == 0:
-        raise ValueError("trig_scores: offsets must not be empty")
-    if keys.ndim != 4 or keys.shape[-1] % 2:
-        raise ValueError(f"trig_scores: keys must be (B, H, N, D) with D even, not {tuple(keys.shape)}")
+    if len(offsets) == 0 or not all(math.isfinite(offset) for offset in offsets):
+        raise ValueError(f"trig_scores: offsets must be one or more finite numbers, not {offsets!r}")
+    if keys.ndim != 4 or keys.shape[-1] % 2 or not keys.shape[1]:
+        raise ValueError(f"trig_scores: keys must be (B, H, N, D), H at least 1 and D even, not {tuple(keys.shape)}")
     heads, pairs = keys.shape[1], keys.shape[-1] // 2
-    if not mean.is_complex() or mean.ndim != 2 or mean.shape[0] % heads or mean.shape[1] != pairs:
+    fits = mean.is_complex() and mean.ndim == 2 and len(mean) > 0 and len(mean) % heads == 0 and mean.shape[1] == pairs
+    if not fits:
         raise ValueError(
             f"trig_scores: query_mean must be complex (Hq, D / 2) with Hq a multiple of {heads} and D / 2 = {pairs}, "
             f"not {mean.dtype} {tuple(mean.shape)}"
@@ -153,6 +155,11 @@ def _check(
         )
     if tuple(inv_freq.shape) != (pairs,):
         raise ValueError(f"trig_scores: inv_freq must be ({pairs},), not {tuple(inv_freq.shape)}")
+    rows = keys.shape[0]
+    if (shape := tuple(torch.as_tensor(next_position).shape)) not in ((), (1,), (rows,)):
+        raise ValueError(f"trig_scores: next_position must be an int or ({rows},), not {shape}")
+    if (shape := tuple(torch.as_tensor(attention_scaling).shape)) not in ((), (1,), (pairs,)):
+        raise ValueError(f"trig_scores: attention_scaling must be a number or ({pairs},), not {shape}")
 
 
 def group_max(scores: Tensor, heads: int) -> Tensor:

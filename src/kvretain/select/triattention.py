@@ -25,8 +25,11 @@ def per_head(scores: Tensor, heads: int, keep: int) -> Tensor:
 
     Returns:
         ``(B, heads, keep)`` int64, ascending.
+
+    Raises:
+        ValueError: ``heads`` does not divide ``Hq``, or what :func:`~kvretain.select_topk` refuses.
     """
-    return select_topk(scores.unflatten(2, (heads, -1)).amax(3).mean(0), keep)
+    return select_topk(_grouped("per_head", scores, heads).amax(3).mean(0), keep)
 
 
 def per_layer_perhead(scores: Tensor, heads: int, keep: int, *, group: str = "max") -> Tensor:
@@ -35,11 +38,11 @@ def per_layer_perhead(scores: Tensor, heads: int, keep: int, *, group: str = "ma
     In a cache: ``trig`` (the maximum). Arguments as for :func:`per_head`; returns ``(L, B, heads, keep)``.
 
     Raises:
-        ValueError: ``group`` is neither ``"max"`` nor ``"mean"``.
+        ValueError: ``group`` is neither ``"max"`` nor ``"mean"``, or as for :func:`per_head`.
     """
     if group not in ("max", "mean"):
         raise ValueError(f"per_layer_perhead: group must be 'max' or 'mean', not {group!r}")
-    grouped = scores.unflatten(2, (heads, -1))
+    grouped = _grouped("per_layer_perhead", scores, heads)
     return select_topk(grouped.amax(3) if group == "max" else grouped.mean(3), keep)
 
 
@@ -63,3 +66,12 @@ def union(scores: Tensor, keep: int) -> Tensor:
     by_head = scores.transpose(0, 1).flatten(1, 2)  # (B, L * Hq, N)
     nominated = torch.zeros_like(by_head, dtype=torch.bool).scatter_(2, select_topk(by_head, keep), True).any(1)
     return select_topk(by_head.amax(1).masked_fill(~nominated, -torch.inf), keep)
+
+
+def _grouped(owner: str, scores: Tensor, heads: int) -> Tensor:
+    """``(L, B, Hq, N)`` as ``(L, B, heads, G, N)``."""
+    if scores.ndim != 4 or heads < 1 or not scores.shape[2] or scores.shape[2] % heads:
+        raise ValueError(
+            f"{owner}: scores must be (L, B, Hq, N) with Hq a multiple of {heads} heads, not {tuple(scores.shape)}"
+        )
+    return scores.unflatten(2, (heads, -1))
