@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -281,6 +282,22 @@ def test_triattentions_files_are_read(llama, tmp_path):
         assert torch.equal(again.absolute[layer], found.absolute[layer])
     assert bool((again.concentration >= found.concentration - 1e-6).all())
     assert again.metadata["model"] == "some/model" and not again.frequencies
+
+
+@pytest.mark.parametrize("part", ["mean", "absolute", "length", "frequencies"])
+def test_a_file_with_numbers_that_are_not_finite_is_named(llama, tmp_path, part):
+    found = calibrate(llama, tokens(0, 10))
+    path = found.save(tmp_path / "c.safetensors")
+    tensors, metadata = artefacts.read(path)
+    tensors[f"1.{part}"][0] = math.nan
+    artefacts.write(path, tensors, metadata)
+    with pytest.raises(ValueError, match=rf"c\.safetensors' has numbers that are not finite \({part} of layer 1\)"):
+        load(path)
+    if part in ("mean", "absolute"):
+        getattr(found, part)[1][2] = math.inf
+        path = published(found, tmp_path / "x.pt")
+        with pytest.raises(ValueError, match=rf"x\.pt' has numbers that are not finite \({part} of layer 1\)"):
+            load(path)
 
 
 @pytest.mark.parametrize(

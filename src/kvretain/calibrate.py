@@ -188,8 +188,8 @@ def calibrate(
     """Measures the queries of ``model`` on a text.
 
     The text is cut into blocks of ``context`` tokens. Each is read from an empty cache with full attention, in passes
-    of ``chunk`` tokens, so that statistics are the model's own and memory does not grow with the text. If the tokenizer
-    puts a beginning-of-text token first, every block has one. All tokens count.
+    of ``chunk`` tokens, so that statistics are the model's own and memory does not grow with the text, that of the text
+    itself aside. If the tokenizer puts a beginning-of-text token first, every block has one. All tokens count.
 
     The metadata: ``model``, ``model_type``, ``fingerprint`` of the weights (:func:`kvretain.artefacts.fingerprint`),
     ``rotated`` dimensions, rotary ``layout`` and ``rope_parameters``, ``tokens`` read, ``context``, ``text_sha256`` (of
@@ -276,7 +276,8 @@ def calibrate(
 
 
 def _tokenize(text: str | Sequence[int] | Tensor, tokenizer: Any, tokens: int) -> tuple[Tensor, Tensor, str]:
-    """At most ``tokens`` ids, the ids that must lead each block, and the text's digest."""
+    """At most ``tokens`` ids, the ids that must lead each block, and the text's digest; memory of the text itself
+    aside, what this holds is bounded by ``tokens`` and the longest line."""
     none = torch.empty(0, dtype=torch.int64)
     if not isinstance(text, str):
         ids = torch.as_tensor(text, dtype=torch.int64).reshape(-1).cpu()
@@ -325,7 +326,7 @@ def load(path: str | Path) -> Calibration:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is neither.
+        ValueError: it is neither, or has numbers that are not finite.
     """
     path = Path(path).expanduser().resolve()
     if not path.is_file():
@@ -333,7 +334,14 @@ def load(path: str | Path) -> Calibration:
     state = path.stat()
     stamp = state.st_mtime_ns, state.st_size
     if path not in _loaded or _loaded[path][0] != stamp:
-        _loaded[path] = stamp, (_read_own if path.suffix == ".safetensors" else _read_published)(path)
+        read = (_read_own if path.suffix == ".safetensors" else _read_published)(path)
+        for name in ("mean", "absolute", "length", "frequencies"):
+            for index, part in sorted(getattr(read, name).items()):
+                if not part.isfinite().all():
+                    raise ValueError(
+                        f"{read.source} has numbers that are not finite ({name} of layer {index}): make it again"
+                    )
+        _loaded[path] = stamp, read
     return _loaded[path][1]
 
 

@@ -37,7 +37,10 @@ Examples:
 def calibrate(
     model: Model = models.EMBEDDED,
     text: Annotated[
-        str | None, typer.Option(help="The text: a file, or - for standard input; default: a chapter of Alice.")
+        str | None,
+        typer.Option(
+            help="The text: a file, or - for standard input, held in memory whole; default: a chapter of Alice."
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="At most this many tokens of the text.")] = 4096,
     context: Annotated[

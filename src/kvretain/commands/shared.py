@@ -164,7 +164,7 @@ def load(model: str, dtype: str | None, device: str | None, threads: int | None)
 
 
 def read_text(source: str, option: str) -> str:
-    """The text in the file ``source``, or from standard input for ``-``.
+    """The text in the file ``source``, or from standard input for ``-``, all of it in memory.
 
     Raises:
         ValueError: it is not UTF-8 text, or empty.
