@@ -117,6 +117,18 @@ def test_from_init_to_report(plan):
     assert "kvretain study report" in fine("status", plan)
 
 
+def test_only_the_development_side_says_its_verdicts(plan, monkeypatch):
+    monkeypatch.setattr(station, "run", lambda plan, units, **options: map(planted, units))
+    fine("init", plan)
+    said = r"single/\d+, knorm@model at 32: (right|wrong); \d+ of"
+    assert re.search(said, " ".join(run("tune", plan).stderr.split()))
+    fine("freeze", plan)
+    for options in (("--limit", 8), ()):
+        text = " ".join(run("confirm", plan, *options).stderr.split())
+        assert re.search(r"single/\d+, knorm\S* at 32; \d+ of", text)
+        assert not re.search("right|wrong", text)
+
+
 def test_a_default_calibration_that_changes_is_noticed(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("KVRETAIN_CACHE", str(tmp_path / "cache"))
     net, tokenizer = load_model(checkpoint, device="cpu")

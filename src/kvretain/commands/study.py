@@ -309,6 +309,8 @@ def _work_off(
             pace = f"{3600 / each:.0f} an hour, about {_span(each * (len(units) - done))} left"
             progress.update(bar, advance=1, description=record.policy, pace=pace)
             if not err.is_terminal:
-                err.print(f"{record.problem}, {record.policy} at {record.budget}: {record.verdict}; {done} of "
+                # No verdict of the held-out side before all are there: who looks earlier may stop when it suits.
+                verdict = "" if results.folder.name == "heldout" else f": {record.verdict}"
+                err.print(f"{record.problem}, {record.policy} at {record.budget}{verdict}; {done} of "
                           f"{len(units)}, {pace}", markup=False, highlight=False, soft_wrap=True)  # fmt: skip
     return done
