@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from kvretain import CompiledDecoding, RetentionCache
+from kvretain import CompiledDecoding, RetentionCache, artefacts
+from kvretain.calibrate import calibrate
 
 from .models import build
 
@@ -101,6 +102,20 @@ def test_a_copy_of_the_cache_is_not_touched():
     before = kept.layers[0].keys.clone()
     step(token)
     assert torch.equal(kept.layers[0].keys, before) and kept.layers[0].seen + 1 == cache.layers[0].seen
+
+
+@pytest.mark.parametrize("policy", ["alpha", "triattention"])
+def test_policies_with_a_calibration_are_served(policy, monkeypatch, tmp_path):
+    """It was measured beforehand; while decoding nothing is observed."""
+    monkeypatch.setenv("KVRETAIN_CACHE", str(tmp_path))
+    model = build("llama")
+    calibrate(model, torch.randint(3, 60, (40,))).save(artefacts.own_path("calibration", model))
+    plain, fixed, token = both(model, policy, torch.randint(3, 60, (2, 20)), budget=12, every=4)
+    step = CompiledDecoding(model, fixed, backend="eager")
+    assert decode(model, plain, step, token, 30) < 1e-5
+    assert plain.trace.evictions > 5
+    same(plain, fixed)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.parametrize(
