@@ -85,6 +85,11 @@ def refused(command, *arguments):
     return " ".join(result.stderr.split())
 
 
+def history(plan):
+    """The steps that the lock remembers (their commands are the test runner's)."""
+    return json.loads((plan.with_suffix(".study") / "lock.json").read_text())["history"]
+
+
 def test_help_teaches():
     text = fine("--help")
     for step in ("init", "tune", "freeze", "confirm", "report", "status"):
@@ -97,10 +102,12 @@ def test_from_init_to_report(plan):
     text = fine("init", plan)
     assert "3 problems for development, 9 held out; 1 cells" in text and "if 20% of pairs differ" in text
     assert "4 runs are left" in fine("tune", plan, "--limit", 5)
+    assert len(history(plan)) == 2
     assert "5 of 9 runs" in fine("status", plan) and "study tune" in fine("status", plan)
     assert "development split" in refused("freeze", plan)
     assert "diverse weight=0.25:" in fine("tune", plan)
     assert "held-out problems are run once" in refused("confirm", plan)
+    assert len(history(plan)) == 2  # init and the first tune; others go on
     assert "largest mean gain" in fine("freeze", plan)
     assert "by one choice" in refused("freeze", plan) and "by one choice" in refused("init", plan)
     assert "10 runs are left" in fine("confirm", plan, "--limit", 8)
@@ -160,6 +167,15 @@ def test_a_record_names_the_gate_that_it_used_and_nothing_else(checkpoint, tmp_p
         units = units_of(made, "base", checkpoint, candidate, 32, made.workload.load()[:1])
         found += [record.artefact for record in station.run(made, units)]
     assert found[0] == found[2] and (found == [""] * 3) == (policy != "fastkvzip") == (found[0] == found[1])
+
+
+def test_a_plan_that_begins_anew_is_tuned_anew(plan, monkeypatch):
+    monkeypatch.setattr(station, "run", lambda plan, units, **options: map(planted, units))
+    for weights in ("[0.25, 1.0]", "[0.25, 2.0]"):
+        plan.write_text(re.sub("weight = .*", f"weight = {weights}", plan.read_text()))
+        fine("init", plan)
+        fine("tune", plan)
+    assert [event.get("runs") for event in history(plan)] == [None, None, 9, None]
 
 
 def test_maths_with_arms_of_other_cadences_are_matched(checkpoint, tmp_path):

@@ -243,6 +243,24 @@ def test_a_plan_that_grows_keeps_what_was_measured(tmp_path):
     assert tune(more) == 0
 
 
+def test_the_history_keeps_what_was_given_up(tmp_path):
+    made = begun(tmp_path)
+    first = tune(made)
+    write_plan(tmp_path, weight="[0.25, 2.0]")
+    more = Study(made.path)
+    more.init("kvretain study init again")
+    event = more.lock.content["history"][-1]
+    assert event["command"] == "kvretain study init again" and event["changed"] == ["the plan file"]
+    assert event["runs"] == first and event["plan_text"] == made.text
+    more.init("for nothing")
+    assert more.lock.content["history"][-1].keys() == {"command", "at"}
+    text, files = page.publish(Study.as_locked(made.path), "report")
+    told = f"after {first:,} runs of the development split: `init` again, since there changed the plan file."
+    assert told in text and text.count("weight = [0.25, 2.0]") == text.count("weight = [0.25, 1.0]") == 1
+    html = files[1].read_text(encoding="utf-8")
+    assert told in html and "weight = [0.25, 1.0]" in html and "The plan until 20" in html
+
+
 # Matched mean cache
 
 

@@ -122,6 +122,8 @@ def tune(
     """Run every candidate on the development split, at budgets at which mean caches agree."""
     with clear_errors(), _opened("tune", plan, out_folder, threads) as made:
         made.tuning()
+        if not made.lock.content.get("tuned"):
+            made.lock.save(_command(), tuned=True)
         results = made.results("development")
         left = limit
         while left != 0:

@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,10 @@ class Lock:
     """The lock in a folder; ``content`` is empty before ``init``.
 
     Keys: ``facts``, ``least`` (:meth:`~kvretain.evidence.plan.Plan.least`), ``plan_text``, ``plan_path``, ``problems``,
-    ``development``, ``heldout``, ``frozen`` (None before), ``confirmed`` (when it was complete, None before),
-    ``history``.
+    ``development``, ``heldout``, ``tuned`` (true once the plan as it is was, None before), ``frozen`` (None before),
+    ``confirmed`` (when it was complete, None before), ``history``: ``command`` and ``at`` of each step; of an ``init``
+    after a change also ``changed``, ``runs`` on the development split until then, and the earlier ``plan_text`` if
+    that changed.
 
     Raises:
         ValueError: it is damaged or was edited.
@@ -121,11 +123,12 @@ class Lock:
     def __bool__(self) -> bool:
         return bool(self.content)
 
-    def save(self, event: str | None = None, **changes: Any) -> None:
-        """Writes the lock with ``changes``, whole; ``event`` goes into its history."""
+    def save(self, event: str | None = None, about: Mapping[str, Any] | None = None, **changes: Any) -> None:
+        """Writes the lock with ``changes``, whole; ``event`` goes into its history, with what there is to say ``about``
+        it."""
         content = {**self.content, **changes}
         if event:
-            entry = {"command": event, "at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
+            entry = {"command": event, "at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), **(about or {})}
             content["history"] = [*content.get("history", []), entry]
         self.content = json.loads(json.dumps(content))
         sealed = {**self.content, "seal": digest_of(self.content)}

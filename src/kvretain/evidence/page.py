@@ -99,6 +99,7 @@ def contents(study: Study, command: str) -> dict[str, Any]:
         "versions": locked["facts"]["environment"],
         "hashes": {name: locked["facts"][name][:16] for name in ("plan", "data", "code")},
         "history": locked["history"],
+        "changes": [_change(event) for event in locked["history"] if event.get("changed")],
         "command": command,
         "plan_text": study.text,
         "split": f"{len(locked['development'])} problems for development, {len(locked['heldout'])} held out, "
@@ -122,6 +123,13 @@ def contents(study: Study, command: str) -> dict[str, Any]:
     else:
         _verdict(study, content, development)
     return content
+
+
+def _change(event: dict[str, Any]) -> dict[str, str]:
+    """What an ``init`` before the choice changed, in a sentence, and the plan that it replaced if it did."""
+    runs = f"{event['runs']:,} run{'s' * (event['runs'] != 1)} of the development split"
+    told = f"{event['at']}, after {runs}: `init` again, since there changed {'; '.join(event['changed'])}."
+    return {"sentence": told, "plan": event.get("plan_text", "")}
 
 
 def _artefacts(study: Study, development: Results) -> dict[str, dict[str, str]]:
@@ -309,6 +317,9 @@ def markdown(content: dict[str, Any]) -> str:
             f"Since `init` there changed {'; '.join(content['since'])}; this page shows what was measured then.",
             "",
         ]
+    if content["changes"]:
+        lines += ["Before the choice the study was begun anew; plans that were replaced stand at the end.", ""]
+        lines += [*(f"- {change['sentence']}" for change in content["changes"]), ""]
     if "forest" in content["figures"]:
         lines += ["![All cells with their intervals](figures/forest.svg)", ""]
     for table in content["tables"]:
@@ -325,4 +336,8 @@ def markdown(content: dict[str, Any]) -> str:
     lines += [f"{event['command']}  # {event['at']}" for event in content["history"]] + [content["command"], "```", ""]
     lines += [f"- {name}: {value}" for name, value in (content["versions"] | content["hashes"]).items()]
     lines += ["", "The plan:", "", "```toml", content["plan_text"].rstrip(), "```"]
+    for change in content["changes"]:
+        if change["plan"]:
+            lines += ["", f"The plan until {change['sentence'].partition(',')[0]}:", ""]
+            lines += ["```toml", change["plan"].rstrip(), "```"]
     return "\n".join(lines) + "\n"

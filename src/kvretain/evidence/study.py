@@ -214,8 +214,16 @@ class Study:
         development, heldout = self.plan.split.sides(self.problems)
         now = facts(self.plan, self.text, self.problems)
         before = self.lock.content.get("facts")
+        since = changed(before, now) if before else []
+        about: dict[str, Any] = {}
+        if since:
+            # What was looked at before a change of mind belongs to the record.
+            about = {"changed": since, "runs": len(list((self.folder / "development").glob("*.json")))}
+            if self.text != self.lock.content["plan_text"]:
+                about["plan_text"] = self.lock.content["plan_text"]
         self.lock.save(
             command,
+            about,
             facts=now,
             least=self.plan.least(),
             plan_text=self.text,
@@ -223,10 +231,11 @@ class Study:
             problems=[vars(problem) for problem in self.problems],
             development=development,
             heldout=heldout,
+            tuned=None,
             frozen=None,
             confirmed=None,
         )
-        return changed(before, now) if before else []
+        return since
 
     def detectable(self, discordant: float, correlation: float) -> float | None:
         """The smallest difference that a cell finds with the plan's power; None if even the largest is too small."""
