@@ -173,6 +173,16 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
         Trainer(TINY, tmp_path)
 
 
+def test_a_model_without_a_checkpoint_is_not_overwritten(tmp_path):
+    train(TINY, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    assert train(TINY, tmp_path).done  # with its checkpoint it is gone on from
+    (tmp_path / CHECKPOINT).unlink()
+    with pytest.raises(ValueError, match=r"holds a model \(model.safetensors\) and no checkpoint.pt .* another folder"):
+        train(dataclasses.replace(TINY, seed=1), tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before and not (tmp_path / CHECKPOINT).exists()
+
+
 def test_stages_and_the_learning_rate_follow_the_recipe():
     recipe = Recipe(stages=(Stage(100, 1, 2), Stage(300, 2, 3)), warmup=10)
     assert recipe.updates == 400 and [recipe.stage_of(u) for u in (0, 99, 100, 399)] == [0, 0, 1, 1]

@@ -34,7 +34,7 @@ WIRED = (
     "the first three\nlayers (`kvretain.lab.animal.wire`); all weights were trained afterwards."
 )
 
-CHECKPOINT, CURVE = "checkpoint.pt", "curve.csv"
+CHECKPOINT, CURVE, WEIGHTS = "checkpoint.pt", "curve.csv", "model.safetensors"
 
 
 class Batch(NamedTuple):
@@ -116,7 +116,8 @@ class Trainer:
         folder: where checkpoints are kept; one that is there is gone on from.
 
     Raises:
-        ValueError: the folder's checkpoint is damaged, of another recipe or of another vocabulary.
+        ValueError: the folder's checkpoint is damaged, of another recipe or of another vocabulary; or the folder holds
+            weights without a checkpoint, which would be overwritten.
     """
 
     EVERY = 50
@@ -124,6 +125,11 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, folder: str | Path) -> None:
         self.recipe, self.folder = recipe, Path(folder)
+        if (self.folder / WEIGHTS).exists() and not (self.folder / CHECKPOINT).exists():
+            raise ValueError(
+                f"{self.folder} holds a model ({WEIGHTS}) and no {CHECKPOINT} to go on from, so training would "
+                "overwrite it: train in another folder"
+            )
         self.model = animal.build(recipe).train()
         matrices = [weight for weight in self.model.parameters() if weight.ndim > 1]
         others = [weight for weight in self.model.parameters() if weight.ndim < 2]
