@@ -552,6 +552,13 @@ def test_the_report_needs_the_lock_and_not_the_plan(done, tmp_path):
         done.path.write_text(text)
 
 
+def test_a_lock_without_its_records_is_not_reported_on(done, tmp_path):
+    (tmp_path / "lock.json").write_bytes((done.folder / "lock.json").read_bytes())
+    with pytest.raises(ValueError, match=r"complete, but \d+ held-out runs are not there.*report.md"):
+        page.publish(Study.as_locked(done.path, tmp_path), "report")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
+
+
 def test_records_are_read_as_written(done):
     results = Results(done.folder / "heldout")
     record = results.all()[0]

@@ -34,7 +34,7 @@ In this order, each on the same plan:
 - `kvretain study report plan.toml` – the verdict, figures and diagnostics; `status` says how far things are
 
 A command out of order says which promise it would break. Killed or stopped, the same command goes on where it was. \
-`plans/` in the repository holds two plans to start from, `docs/evidence.md` says what is promised.
+`plans/` in the repository holds plans to start from, `docs/evidence.md` says what is promised.
 """,
 )
 app.add_typer(study)

@@ -37,7 +37,7 @@ def publish(study: Study, command: str) -> tuple[str, list[Path]]:
 
     Raises:
         ImportError: jinja2 or matplotlib is not installed.
-        ValueError: a record is damaged.
+        ValueError: a record is damaged, or those of a complete study are not there.
     """
     content = contents(study, command)
     page = markdown(content)
@@ -121,6 +121,11 @@ def contents(study: Study, command: str) -> dict[str, Any]:
             "there, since who looks earlier and stops when it suits tests more than once."
         )
     else:
+        if missing := study.results("heldout").missing(study.heldout_units()):
+            raise ValueError(
+                f"{study.folder} says that its study is complete, but {len(missing)} held-out runs are not there: only "
+                "the folder in which it was run can be reported on; what was found is in its report.md, if there is one"
+            )
         _verdict(study, content, development)
     return content
 
