@@ -15,9 +15,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from .checks import between
 from .merge import Merger, mergers
 from .refine import Refiner, refiners
 from .registry import Registry
@@ -101,10 +103,10 @@ class Policy:
             raise ValueError(f"unknown combine {self.combine!r}; valid: {', '.join(COMBINE)}")
         if self.layers not in LAYERS:
             raise ValueError(f"unknown layers {self.layers!r}; valid: {', '.join(LAYERS)}")
-        for name, low, high in (("floor", 0, 1), ("beta", 1, float("inf"))):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ValueError(f"{name} is a number from {low} to {high}, not {value!r}")
+        if not between(0, self.floor, 1):
+            raise ValueError(f"floor is a number from 0 to 1, not {self.floor!r}")
+        if not between(1, self.beta, sys.float_info.max):
+            raise ValueError(f"beta is a number from 1 up, and finite, not {self.beta!r}")
         for name in ("combine", "floor", "layers", "beta"):
             if name not in SCOPES[self.scope] and getattr(self, name) != getattr(type(self), name):
                 valid = ", ".join(SCOPES[self.scope]) or "none"

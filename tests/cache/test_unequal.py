@@ -169,6 +169,7 @@ def test_compress_needs_a_cache_that_can_store_it():
         ("knorm@shared(floor=2)", "floor is a number from 0 to 1"),
         ("knorm@head(layers='cone')", "unknown layers 'cone'; valid: equal, pyramid"),
         ("knorm@head(layers='pyramid', beta=0)", "beta is a number from 1"),
+        ("knorm@head(layers='pyramid', beta=inf)", "beta is a number from 1 up, and finite, not inf"),
         ("knorm@model(floor=0.1)", "takes no 'floor'; valid: combine"),
         ("knorm@shared(combine='mean')", "takes no 'combine'; valid: floor, layers, beta"),
     ],

@@ -26,6 +26,13 @@ def test_a_model_with_one_head_is_refused_before_it_runs():
         cache.compress("routing", budget=8)
 
 
+def test_other_scorers_do_not_ask_how_many_heads_a_configuration_names():
+    """Some list them by layer."""
+    net = build("llama")
+    vars(net.config)["num_key_value_heads"] = [2, 2]  # Llama's own setter refuses what other families have
+    RetentionCache.for_model(net, "knorm", budget=8)
+
+
 @pytest.mark.parametrize("scope", [scope for scope in SCOPES if scope != "head"])
 def test_heads_that_keep_by_other_rules_are_not_compared(scope):
     with pytest.raises(

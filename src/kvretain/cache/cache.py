@@ -103,7 +103,7 @@ class RetentionCache(Cache, tap.Follower):
     def _build(cls, model: Any, policy: Policy, limit: Budget | None, storage: str | None = None) -> RetentionCache:
         decoder = support.decoder_of(model)
         layers = support.layers_of(decoder)
-        if policy.scorer is not None:
+        if policy.scorer is not None and policy.scorer.least_heads > 1:  # some configurations list heads by layer
             policy.scorer.check_heads(kv_heads(decoder.config), f"this {decoder.config.model_type} model")
         attention = str(decoder.config._attn_implementation).removeprefix(tap.PREFIX)
         if policy.ragged and attention not in RAGGED:
@@ -353,7 +353,8 @@ class RetentionCache(Cache, tap.Follower):
                 f"{str(self.policy)!r} collects {window}"
             )
         support.check_verified(self._attachment.decoder)
-        scorer.check_heads(kv_heads(self._attachment.decoder.config), "this cache's model")
+        if scorer.least_heads > 1:
+            scorer.check_heads(kv_heads(self._attachment.decoder.config), "this cache's model")
         layers = self._retained
         calibrations = [layer.calibration for layer in layers]
         self._equip(policy, self._attachment.decoder)

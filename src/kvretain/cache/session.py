@@ -209,9 +209,15 @@ class Session:
         """What stays in each of ``layers``, which choose together: indices, or masks if heads or layers differ."""
         assert self.plan is not None and self.batch is not None
         counts = self.plan.counts
-        if self.policy.competes and self.policy.whole_model:
+        if self.policy.ragged:
+            self.values = None
             rows = counts if isinstance(counts, tuple) else (counts,) * self.batch
-            return choose_unequal(self.policy, (layer.view() for layer in layers), self.ratio, rows)
+            if self.policy.whole_model:
+                return choose_unequal(self.policy, (layer.view() for layer in layers), self.ratio, rows)
+            [layer] = layers
+            view = layer.view()
+            rows = row_budgets(self.policy, view, rows, layer.rank, self.retained, bool(self.evicted_at))
+            return choose_unequal(self.policy, [view], self.ratio, rows)
         views = [layer.view() for layer in layers]
         if self.policy.scope == "model" and self.policy.selector.needs_values:
             values = self._shared_values(views)
@@ -220,11 +226,7 @@ class Session:
             self.values = self.policy.selector, values[:, 0].gather(1, slots)
             return chosen
         self.values = None
-        if not self.policy.ragged:
-            return choose(self.policy, views, self.ratio, counts)
-        rows = counts if isinstance(counts, tuple) else (counts,) * self.batch
-        rows = row_budgets(self.policy, views[0], rows, layers[0].rank, self.retained, bool(self.evicted_at))
-        return choose_unequal(self.policy, views, self.ratio, rows)
+        return choose(self.policy, views, self.ratio, counts)
 
     def _shared_values(self, views: Sequence[CacheView]) -> Tensor:
         """The entries' mean values ``(B, 1, N, D)``: those carried since the last eviction, and those of later
