@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
+from torch import Tensor
+
 
 def check_whole(owner: str, field: str, value: object, lowest: int) -> None:
     """Raise ``ValueError`` unless ``value`` is an ``int`` of at least ``lowest``."""
@@ -31,6 +36,22 @@ def check_flag(owner: str, field: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{owner}: {field} must be True or False, not {value!r}")
+
+
+def check_scores(owner: str, scores: Tensor) -> float:
+    """The largest of ``scores``, 0 if there are none; ``ValueError`` unless all are finite and >= 0."""
+    if scores.numel() == 0:
+        return 0.0
+    low, high = torch.stack(scores.aminmax()).tolist()  # NaN propagates to both
+    if math.isnan(low) or high == math.inf or low == -math.inf:
+        bad = scores[~scores.isfinite()][0].item()
+        raise ValueError(f"{owner}: scores must be finite, but an unprotected one is {bad}")
+    if low < 0:
+        raise ValueError(
+            f"{owner}: scores must be >= 0, but an unprotected one is {low}: a discount would raise it. "
+            "Shift signed scores first, as Scorer.nonnegative does"
+        )
+    return high
 
 
 def between(low: float, value: object, high: float) -> bool:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_share
-from .refine._common import check_scores
+from .checks import check_scores, check_share
 from .select.coverage import check_indices, check_weights, coverage
 from .select.local import bump, check_local
 

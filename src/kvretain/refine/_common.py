@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
+from ..checks import check_scores
 from .base import Refiner, refiners
 
 
@@ -73,22 +73,6 @@ def gate_of(owner: str, ratio: float | Tensor, exponent: float, scores: Tensor) 
         )
     ratio = ratio.to(scores.device, torch.float64 if scores.dtype == torch.float64 else torch.float32)
     return torch.where(ratio > 0, ratio.pow(exponent), 0.0)[..., None, None]
-
-
-def check_scores(owner: str, scores: Tensor) -> float:
-    """The largest of ``scores``, 0 if there are none; ``ValueError`` unless all are finite and >= 0."""
-    if scores.numel() == 0:
-        return 0.0
-    low, high = torch.stack(scores.aminmax()).tolist()  # NaN propagates to both
-    if math.isnan(low) or high == math.inf or low == -math.inf:
-        bad = scores[~scores.isfinite()][0].item()
-        raise ValueError(f"{owner}: scores must be finite, but an unprotected one is {bad}")
-    if low < 0:
-        raise ValueError(
-            f"{owner}: scores must be >= 0, but an unprotected one is {low}: a discount would raise it. "
-            "Shift signed scores first, as Scorer.nonnegative does"
-        )
-    return high
 
 
 def broadcasts(tensor: Tensor, shape: torch.Size) -> bool:

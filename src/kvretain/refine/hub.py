@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import between, check_flag, check_kernel, check_share
+from ..checks import between, check_flag, check_kernel, check_scores, check_share
 from ..slots import pack, pack_index, unexpanded
-from ._common import broadcasts, check_scores, gate_of
+from ._common import broadcasts, gate_of
 from .base import Refiner, refiners
 
 NEIGHBOURS = ("position", "hub")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache.view import CacheView
 from ..checks import check_flag, check_whole
-from ._common import attend
+from .attention import attend
 from .base import Scorer, scorers
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache.view import CacheView
 from ..checks import check_share, check_whole
-from ._common import attend, check_window
+from .attention import attend, check_window
 from .base import Scorer, scorers
 from .snapkv import SnapKV
 

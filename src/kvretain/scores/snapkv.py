@@ -11,7 +11,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from ..cache.view import CacheView
 from ..checks import check_choice, check_whole
 from ..slots import pack, pack_index
-from ._common import attend, check_window, last_queries
+from .attention import attend, check_window, last_queries
 from .base import Scorer, scorers
 
 

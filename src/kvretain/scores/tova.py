@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..cache.view import CacheView
-from ._common import attend, last_queries
+from .attention import attend, last_queries
 from .base import Scorer, scorers
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...cache.view import CacheView
 from ...scores import Scorer
-from ...scores._common import attend, last_queries
+from ...scores.attention import attend, last_queries
 from ._marks import lifted
 
 OWN = {
