@@ -92,6 +92,29 @@ def test_compressing_again_and_while_decoding(llama) -> None:
     assert cache.trace.peak_length <= 27
 
 
+@pytest.mark.parametrize(
+    ("own", "first", "then", "where"),
+    [
+        ("knorm", "knorm", "knorm@layer", "all heads, but layer 0"),
+        ("knorm", "knorm@layer", "knorm@model", "all heads and layers, but layer 1"),
+        ("knorm", "knorm@layer", "knorm@aligned", "all layers, but layer 1"),
+        ("knorm@model-heads", "knorm@model-heads", "knorm/diverse@model", "all heads and layers, but layer 0"),
+    ],
+)
+def test_one_set_for_different_entries_is_refused(llama, own, first, then, where) -> None:
+    cache = RetentionCache.for_model(llama, own, ratio=0)
+    forward(llama, tokens(0, 1, 40), cache)
+    twin = copy.deepcopy(cache)
+    twin.compress(then, budget=20)  # nothing has gone: all hold the same
+    cache.compress(first, budget=20)
+    before = [layer.positions for layer in cache.layers]
+    with pytest.raises(ValueError, match=f"one set for {where} holds other entries"):
+        cache.compress(then, budget=10)
+    assert all(torch.equal(a, layer.positions) for a, layer in zip(before, cache.layers, strict=True))
+    cache.check_integrity()
+    cache.compress(first, budget=10)
+
+
 def test_the_trace_has_a_step_of_no_tokens(llama) -> None:
     cache = RetentionCache.for_model(llama, "full")
     forward(llama, tokens(0, 1, 40), cache)

@@ -286,3 +286,21 @@ def test_another_policy_between_two_passes_leaves_nothing_stale(between):
 def test_other_scopes_carry_nothing():
     for policy in ("keydiff/diverse", "keydiff/diverse@layer", "keydiff/diverse@aligned", "keydiff@model"):
         assert started(policy)._session.values is None
+
+
+def test_what_is_carried_is_forgotten_when_heads_compete():
+    """Unequal heads carry nothing, so what an earlier choice carried is of other entries by the next one."""
+    net = model("llama")
+    wide, uneven = "knorm/diverse@model", "streaming@shared(floor=1.0)"
+    cache = RetentionCache.for_model(net, uneven, ratio=0)
+    forward(net, tokens(0, 1, 40), cache)
+    cache.compress(wide, budget=20)
+    assert cache._session.values is not None
+    forward(net, tokens(1, 1, 8), cache)
+    cache.compress(uneven, budget=22)  # by recency and with every head sure of its share: all keep the same
+    fresh = copy.deepcopy(cache)
+    fresh._session.values = None
+    for each in (cache, fresh):
+        each.compress(wide, budget=10)
+    assert torch.equal(cache.layers[0].positions, fresh.layers[0].positions)
+    assert torch.equal(cache._session.values[1], fresh._session.values[1])

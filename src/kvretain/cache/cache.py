@@ -17,6 +17,7 @@ from transformers.masking_utils import create_masks_for_generate
 from ..gate import LayerGate, gate_for
 from ..models import kv_heads
 from ..policy import Policy
+from ..select.scope import check_shared
 from . import support, tap
 from .budget import Budget
 from .layer import RetentionLayer
@@ -304,7 +305,8 @@ class RetentionCache(Cache, tap.Follower):
 
         Raises:
             ValueError: what :meth:`for_model` refuses; heads or layers that would keep different entries where the
-                cache's own policy chooses one set for them later; queries or attention that ``policy`` needs and this
+                cache's own policy chooses one set for them later, or that hold different ones where ``policy`` chooses
+                one set; queries or attention that ``policy`` needs and this
                 cache's own policy does not collect; an unfinished pass. Nothing has changed then.
 
         Example:
@@ -356,6 +358,8 @@ class RetentionCache(Cache, tap.Follower):
         if scorer.least_heads > 1:
             scorer.check_heads(kv_heads(self._attachment.decoder.config), "this cache's model")
         layers = self._retained
+        held = [layer.positions for layer in layers if layer.keys is not None]
+        check_shared(f"the policy {str(policy)!r}", policy.scope, held)
         calibrations = [layer.calibration for layer in layers]
         self._equip(policy, self._attachment.decoder)
         try:

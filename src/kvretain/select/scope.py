@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..slots import unexpanded
 from ..zscores import standardised
 
 COMBINE = ("zscore", "mean", "max")
@@ -74,3 +75,28 @@ def combine_layers(layers: Sequence[Tensor], method: str = "mean") -> Tensor:
         raise ValueError(f"combine_layers: layers must agree in shape, not {sorted(shapes)}")
     stacked = torch.stack([layer.to(layers[0].device) for layer in layers])
     return stacked.amax(0) if method == "max" else stacked.mean(0)
+
+
+def check_shared(owner: str, scope: str, positions: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` unless all that choose one set under ``scope`` hold the same entries: slot i of one head is
+    then the token in slot i of the next.
+
+    Args:
+        owner: who chooses, for the message.
+        scope: of a policy; only ``layer``, ``model`` and ``aligned`` ask for anything.
+        positions: one ``(B, H, N)`` int64 a layer.
+    """
+    heads, layers = scope in ("layer", "model"), scope in ("model", "aligned")
+    for at, layer in enumerate(positions):
+        here = unexpanded(layer)
+        differs = heads and here.shape[1] > 1 and not torch.equal(here, here[:, :1].expand_as(here))
+        if layers and at:
+            first = positions[0].to(layer.device)
+            shape = torch.broadcast_shapes(first.shape, layer.shape) if first.shape[2] == layer.shape[2] else None
+            differs = differs or shape is None or not torch.equal(first.expand(shape), layer.expand(shape))
+        if differs:
+            where = "heads and layers" if heads and layers else "heads" if heads else "layers"
+            raise ValueError(
+                f"{owner} chooses one set for all {where}, but layer {at} holds other entries than the rest: earlier "
+                "choices must have been shared as widely"
+            )

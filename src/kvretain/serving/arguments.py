@@ -133,20 +133,3 @@ class Rows:
         whole = all(bool((count == layer.shape[2]).all()) for count, layer in zip(counts, positions, strict=True))
         uneven = not whole or len(set(zip(tokens, stored, strict=True))) > 1
         return cls(tuple(tokens), tuple(stored), tuple(row_numbers("prompt", prompt, batch)), uneven)
-
-
-def check_shared(name: str, positions: Sequence[Tensor], *, heads: bool, layers: bool) -> None:
-    """Raises ValueError unless all heads of a layer (``heads``), and all layers (``layers``), hold the same entries."""
-    for at, layer in enumerate(positions):
-        here = unexpanded(layer)
-        differs = heads and here.shape[1] > 1 and not torch.equal(here, here[:, :1].expand_as(here))
-        if layers and at:
-            first = positions[0].to(layer.device)
-            shape = torch.broadcast_shapes(first.shape, layer.shape) if first.shape[2] == layer.shape[2] else None
-            differs = differs or shape is None or not torch.equal(first.expand(shape), layer.expand(shape))
-        if differs:
-            where = "heads and layers" if heads and layers else "heads" if heads else "layers"
-            raise ValueError(
-                f"{name} chooses one set for all {where}, but layer {at} holds other entries than the rest: earlier "
-                "choices must have been shared as widely"
-            )

@@ -13,7 +13,8 @@ from ..cache.view import CacheView
 from ..choose import choose, choose_unequal, row_budgets
 from ..policy import Policy
 from ..rope import Rope
-from .arguments import Rows, check_shared, entry_positions, floats, listed, row_numbers, said
+from ..select.scope import check_shared
+from .arguments import Rows, entry_positions, floats, listed, row_numbers, said
 
 Pair = tuple[Tensor, Tensor]
 
@@ -135,9 +136,7 @@ def retain(
     states = _states(keys, values, layers)
     places = _places(positions, lengths, [k for k, _ in states], layers)
     rows = Rows.of(places, seen, prompt, ragged=policy.ragged)
-    if policy.scope in ("layer", "model", "aligned"):
-        together = policy.scope in ("model", "aligned")
-        check_shared(f"the policy {str(policy)!r}", places, heads=policy.scope != "aligned", layers=together)
+    check_shared(f"the policy {str(policy)!r}", policy.scope, places)
     indices = list(range(len(states))) if layer is None else listed("layer", layer, layers)
     given: list[Tensor] | None = None
     extras: list[dict[str, Any]] = [{} for _ in states]
