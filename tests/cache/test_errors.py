@@ -29,6 +29,15 @@ def refuses(*words: str):
 # --- making ---------------------------------------------------------------------------------------
 
 
+def test_weights_for_another_number_of_heads(llama) -> None:
+    with refuses("made for 3 KV heads", "this llama model has 2"):
+        make(llama, "knorm+fixed(weights=(1.0, 1.0, 2.0))", budget=8)
+    cache = make(llama, ratio=0)
+    with refuses("made for 1 KV heads", "this llama model has 2"):
+        cache.compress("knorm+fixed(weights=(1.0,))", budget=8)
+    make(llama, "knorm+fixed(weights=(1.0, 2.0))", budget=8)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

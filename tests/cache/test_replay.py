@@ -180,6 +180,14 @@ def test_compress_with_another_replay_is_refused():
     assert other.layers[0].kept == 10
 
 
+def test_tokens_that_the_model_does_not_know_are_refused_before_it_runs():
+    net = model("llama")
+    known = net.config.vocab_size
+    with pytest.raises(ValueError, match=rf"repeats the token {known}, but this llama model knows .* 0 to {known - 1}"):
+        RetentionCache.for_model(net, f"kvzip(prompt=({known},))", budget=8)
+    RetentionCache.for_model(net, f"kvzip(prompt=({known - 1},))", budget=8)
+
+
 def test_a_padded_row_scores_as_alone():
     net = model("llama")
     rows = [tokens(1, 30), tokens(2, 19)]

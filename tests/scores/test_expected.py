@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from cache.models import forward, model, tokens
 from views import random_view
 
+from kvretain import RetentionCache
+from kvretain.cache.support import rope_of
 from kvretain.scores import Expected
 
 
@@ -50,8 +53,40 @@ def test_scores_equal_the_reference(fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"), [({"future": 0}, "future"), ({"first": -1}, "first"), ({"epsilon": -1}, "epsilon")]
+    ("fields", "words"),
+    [
+        ({"future": 0}, "future"),
+        ({"future": 2**20 + 1}, "future must be at most 1048576"),
+        ({"first": -1}, "first"),
+        ({"epsilon": -1}, "epsilon"),
+    ],
 )
 def test_bad_fields(fields, words):
     with pytest.raises(ValueError, match=words):
         Expected(**fields)
+
+
+def test_the_rotation_ahead_is_averaged_in_blocks():
+    net = model("llama")
+    rope, seen = rope_of(net.model, 0), torch.tensor([40, 7])
+    whole = [part.double().mean(1) for part in rope.cos_sin(seen[:, None] + torch.arange(1000))]
+    for part, mean in zip(Expected(future=1000)._ahead(rope, seen, block=300), whole, strict=True):
+        assert torch.allclose(part.double(), mean, atol=1e-6)
+
+
+def test_a_context_of_none_but_the_first_tokens_is_refused():
+    net = model("llama")
+    cache = RetentionCache.for_model(net, "expected(first=40)", budget=20)
+    with pytest.raises(ValueError, match=r"after the first 40 tokens, but only 30 .*expected\(first=7\)"):
+        forward(net, tokens(0, 1, 30), cache)
+    forward(net, tokens(0, 1, 50), RetentionCache.for_model(net, "expected(first=40)", budget=20))
+
+
+def test_a_short_row_beside_a_longer_one_goes_by_its_values():
+    net = model("llama")
+    cache = RetentionCache.for_model(net, "expected(first=8)", ratio=0.5)
+    ids, mask = tokens(0, 2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :33] = 0
+    forward(net, ids, cache, mask=mask)
+    cache.check_integrity()
+    assert (cache.layers[0].positions[1, 0] >= 0).sum() < 7

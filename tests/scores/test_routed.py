@@ -22,7 +22,7 @@ def test_a_model_with_one_head_is_refused_before_it_runs():
     with pytest.raises(ValueError, match="'routed' needs layers with at least 2 KV heads, but this llama model has 1"):
         RetentionCache.for_model(one, "routing", budget=8)
     cache = RetentionCache.for_model(one, "knorm", ratio=0)
-    with pytest.raises(ValueError, match=r"'routed' needs .* but this cache's model has 1"):
+    with pytest.raises(ValueError, match=r"'routed' needs .* but this llama model has 1"):
         cache.compress("routing", budget=8)
 
 

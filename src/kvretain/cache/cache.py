@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import create_masks_for_generate
 
 from ..gate import LayerGate, gate_for
-from ..models import kv_heads
 from ..policy import Policy
 from ..select.scope import check_shared
 from . import support, tap
@@ -104,8 +103,7 @@ class RetentionCache(Cache, tap.Follower):
     def _build(cls, model: Any, policy: Policy, limit: Budget | None, storage: str | None = None) -> RetentionCache:
         decoder = support.decoder_of(model)
         layers = support.layers_of(decoder)
-        if policy.scorer is not None and policy.scorer.least_heads > 1:  # some configurations list heads by layer
-            policy.scorer.check_heads(kv_heads(decoder.config), f"this {decoder.config.model_type} model")
+        support.check_fits(policy, decoder)
         attention = str(decoder.config._attn_implementation).removeprefix(tap.PREFIX)
         if policy.ragged and attention not in RAGGED:
             raise ValueError(
@@ -355,8 +353,7 @@ class RetentionCache(Cache, tap.Follower):
                 f"{str(self.policy)!r} collects {window}"
             )
         support.check_verified(self._attachment.decoder)
-        if scorer.least_heads > 1:
-            scorer.check_heads(kv_heads(self._attachment.decoder.config), "this cache's model")
+        support.check_fits(policy, self._attachment.decoder)
         layers = self._retained
         held = [layer.positions for layer in layers if layer.keys is not None]
         check_shared(f"the policy {str(policy)!r}", policy.scope, held)

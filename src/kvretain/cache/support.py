@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import artefacts
+from ..models import kv_heads
 from ..policy import Policy
 from ..rope import Rope
 from ..scores import Scorer
@@ -46,6 +47,27 @@ def decoder_of(model: Any) -> PreTrainedModel:
     if not isinstance(decoder, PreTrainedModel):
         raise ValueError(f"{name}: its decoder {type(decoder).__name__} is not a transformers model")
     return decoder
+
+
+def check_fits(policy: Policy, decoder: Any) -> None:
+    """Refuses a policy whose fields do not fit this model, before any token is read.
+
+    Raises:
+        ValueError: the scorer needs more KV heads, the refiner another number of them, or a replay repeats tokens that
+            the model does not know.
+    """
+    where = f"this {decoder.config.model_type} model"
+    if policy.scorer is not None and policy.scorer.least_heads > 1:  # some configurations list heads by layer
+        policy.scorer.check_heads(kv_heads(decoder.config), where)
+    wanted, found = None if policy.refiner is None else policy.refiner.heads, kv_heads(decoder.config)
+    if wanted is not None and isinstance(found, int) and wanted != found:
+        raise ValueError(f"the refiner of {str(policy)!r} is made for {wanted} KV heads, but {where} has {found}")
+    known = decoder.get_input_embeddings().num_embeddings
+    unknown = [token for token in getattr(policy.scorer, "prompt", ()) if token >= known]
+    if unknown and "replay" in policy.needs:
+        raise ValueError(
+            f"the policy {str(policy)!r} repeats the token {unknown[0]}, but {where} knows the tokens 0 to {known - 1}"
+        )
 
 
 def cache_argument(model: Any) -> str:

@@ -16,6 +16,11 @@ class Refiner(ABC):
     others; refinement always starts from fresh scores, so corrections never compound over evictions.
     """
 
+    @property
+    def heads(self) -> int | None:
+        """KV heads that every layer must have, or None if any number will do."""
+        return None
+
     @abstractmethod
     def refine(self, scores: Tensor, ratio: float | Tensor, *, positions: Tensor, protected: Tensor) -> Tensor:
         """Refined scores.

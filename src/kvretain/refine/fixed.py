@@ -39,8 +39,17 @@ class FixedWeights(Rewrite):
         ):
             raise ValueError(f"fixed: weights must be a tuple of finite numbers >= 0, one per head, not {given!r}")
 
+    @property
+    def heads(self) -> int | None:
+        """As many as there are weights."""
+        return None if self.weights is None else len(self.weights)
+
     def rewrite(self, scores: Tensor, positions: Tensor, excluded: Tensor) -> Tensor:
-        """Weighted scores ``(B, H, N)``."""
+        """Weighted scores ``(B, H, N)``.
+
+        Raises:
+            ValueError: there are not as many weights as heads.
+        """
         heads = scores.shape[1]
         if self.weights is None:
             weights = torch.linspace(0.8, 1.2, heads) if heads > 1 else torch.ones(1)

@@ -10,8 +10,12 @@ from torch import Tensor
 
 from ..cache.view import CacheView
 from ..checks import check_flag, check_whole
+from ..rope import Rope
 from .attention import attend
 from .base import Scorer, scorers
+
+FURTHEST = 2**20
+"""The most positions ahead that are averaged."""
 
 
 @scorers.register("expected")
@@ -27,10 +31,11 @@ class Expected(Scorer):
 
     Deviations: 4 sinks are protected and not merely left out of the statistics; heads keep equal numbers of entries
     (the authors' default lets the heads of a layer compete: ``expected@shared(floor=0.2)``); statistics go on while
-    decoding. A soft cap is ignored.
+    decoding. A soft cap is ignored. A row of a batch with no more than ``first`` tokens has no statistics, and equal
+    weights.
 
     Args:
-        future: positions ahead over which the rotation is averaged, >= 1.
+        future: positions ahead over which the rotation is averaged, from 1 to 2^20.
         first: first tokens whose queries are left out, >= 0.
         covariance: whether the second moment counts.
         values: whether weights are multiplied by the values' norms.
@@ -51,11 +56,22 @@ class Expected(Scorer):
 
     def __post_init__(self) -> None:
         check_whole("expected", "future", self.future, 1)
+        if self.future > FURTHEST:
+            raise ValueError(f"expected: future must be at most {FURTHEST} positions, not {self.future}")
         check_whole("expected", "first", self.first, 0)
         check_flag("expected", "covariance", self.covariance)
         check_flag("expected", "values", self.values)
         if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, int | float) or not 0 <= self.epsilon < 1e9:
             raise ValueError(f"expected: epsilon must be a number of at least 0, not {self.epsilon!r}")
+
+    def check_seen(self, seen: int) -> None:
+        """Raises ValueError if no query counts."""
+        if seen <= self.first:
+            raise ValueError(
+                f"expected foretells queries from those after the first {self.first} tokens, but only {seen} had been "
+                "seen when entries had to go: give longer contexts (and longer chunks of them), or leave fewer out, as "
+                f"in expected(first={max(0, seen // 4)})"
+            )
 
     def score(self, view: CacheView) -> Tensor:
         """Expected weights times value norms ``(B, H, N)`` float32, >= 0; 0 for padding.
@@ -65,8 +81,7 @@ class Expected(Scorer):
         """
         if view.query_mean is None or view.query_covariance is None or view.rope is None:
             raise ValueError(f"scorer 'expected' needs the queries' moments, but layer {view.layer}'s view has none")
-        ahead = view.seen[:, None] + torch.arange(self.future, device=view.seen.device)
-        cos, sin = (part.mean(1)[:, None] for part in view.rope.cos_sin(ahead))  # (B, 1, R)
+        cos, sin = (part[:, None] for part in self._ahead(view.rope, view.seen))  # (B, 1, R)
         mean = view.rope.rotate(view.query_mean, cos, sin)
         logits = view.logits(mean[:, :, None]).squeeze(3)  # (B, H, G, N)
         if self.covariance:
@@ -80,3 +95,13 @@ class Expected(Scorer):
         if self.values:
             weights = weights * view.values.to(torch.float32).norm(dim=-1)
         return weights.masked_fill(~view.valid, 0.0)
+
+    def _ahead(self, rope: Rope, seen: Tensor, block: int = 4096) -> tuple[Tensor, Tensor]:
+        """Mean cosine and sine ``(B, R)`` of the ``future`` positions from ``seen (B,)`` on."""
+        sums: tuple[Tensor, Tensor] | None = None
+        for start in range(0, self.future, block):
+            steps = torch.arange(start, min(start + block, self.future), device=seen.device)
+            cos, sin = (part.sum(1) for part in rope.cos_sin(seen[:, None] + steps))
+            sums = (cos, sin) if sums is None else (sums[0] + cos, sums[1] + sin)
+        assert sums is not None
+        return sums[0] / self.future, sums[1] / self.future
