@@ -19,14 +19,14 @@ def layer_budgets(kind: str, mean: int, layers: int, *, lowest: int, highest: in
 
     Args:
         kind: ``"equal"`` or ``"pyramid"``.
-        mean: entries per head, averaged over layers.
+        mean: entries per head, averaged over layers; 0 for a row that holds none.
         layers: number of layers that share.
         lowest, highest: bounds of a layer's budget; ``lowest <= mean <= highest``.
         beta: steepness of the pyramid, >= 1; 1 is equal.
     """
     if kind == "equal" or layers == 1:
         return [mean] * layers
-    bottom = max(lowest, round(mean / beta), 1, 2 * mean - highest)
+    bottom = min(mean, max(lowest, round(mean / beta), 1, 2 * mean - highest))
     top = 2 * mean - bottom
     exact = [top + (bottom - top) * i / (layers - 1) for i in range(layers)]
     budgets = [int(b) for b in exact]
@@ -46,25 +46,27 @@ def compete(scores: Sequence[Tensor], protected: Sequence[Tensor], counts: Seque
 
     Args:
         scores: one ``(B, H, N)`` float32 a layer; -inf marks padding.
-        protected: one ``(B, H, N)`` bool a layer: entries that stay whatever their score.
+        protected: one ``(B, H, N)`` bool a layer: entries that stay whatever their score, unless they are padding.
         counts: ``B`` numbers: entries kept per head on average.
         floor: share of the average that each head is sure of, in [0, 1].
 
     Returns:
-        One ``(B, H, N)`` bool a layer, on that layer's device; each row keeps ``counts[row] * heads`` entries over all.
+        One ``(B, H, N)`` bool a layer, on that layer's device; each row keeps ``counts[row] * heads`` entries over all,
+        or as many as it has.
 
     Raises:
-        ValueError: more protected entries than the budget holds.
+        ValueError: more entries are protected, or sure by the floor, than the budget holds.
     """
     device = scores[0].device
     sizes = [s.shape[1] * s.shape[2] for s in scores]
     heads = sum(s.shape[1] for s in scores)
     sure = []
     for layer, guarded in zip(scores, protected, strict=True):
-        worth = torch.where(guarded, torch.inf, layer)
+        real = layer > -torch.inf
+        worth = torch.where(guarded & real, torch.inf, layer)
         rank = worth.argsort(dim=-1, descending=True, stable=True).argsort(-1)
         limits = torch.tensor([int(floor * count) for count in counts], device=layer.device)
-        sure.append((guarded | (rank < limits[:, None, None])) & (layer > -torch.inf))
+        sure.append((guarded | (rank < limits[:, None, None])) & real)
     flat = torch.cat([s.flatten(1).to(device) for s in scores], 1)
     flat_sure = torch.cat([s.flatten(1).to(device) for s in sure], 1)
     kept = torch.zeros_like(flat_sure)
