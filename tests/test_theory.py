@@ -83,6 +83,8 @@ def test_local_kernels():
     assert theory.local_kernel(1).tolist() == [1]
     gaps = theory.local_weights(torch.ones(2), 3, "box", positions=torch.tensor([4, 8]))
     assert (gaps * 3).round().T.tolist() == [[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1]]
+    late = theory.local_weights(torch.ones(2), 3, "box", positions=torch.tensor([2**63 - 5, 2**63 - 1]))
+    assert torch.equal(late, gaps)  # distances count, not places
 
 
 @given(weights=matrices(), data=st.data())
@@ -230,7 +232,7 @@ def test_the_worked_overlaps(shape, score_ratio, near, far, slack):
     overlaps = [theory.local_overlap(distance, score_ratio, 5, shape) for distance in (1, 2)]
     assert [round(rho, 3) for rho in overlaps] == [near, far]
     assert round(max(abs(1 - rho - 0.5) for rho in overlaps), 3) == slack
-    assert theory.local_overlap(5, score_ratio, 5, shape) == 0
+    assert theory.local_overlap(5, score_ratio, 5, shape) == theory.local_overlap(10**15, score_ratio, 5, shape) == 0
 
 
 # --- Bounded Perturbation -------------------------------------------------------------------------
@@ -328,6 +330,20 @@ def test_the_head_weight_only_moves_the_effective_discount(scores, ratio, gate, 
         assert min(observed) / max(observed) == pytest.approx(theory.effective_discount(factors.gate, weight))
 
 
+@pytest.mark.parametrize(("ratio", "low", "high"), [(0.5, 0.857, 0.895), (0.75, 0.697, 0.746), (0.9999, 0.5, 0.5)])
+def test_calibration_moves_the_effective_discount_slightly(ratio, low, high):
+    """The range over all head weights that the default clip allows, from a formula and from the product's own heads."""
+    gate = theory.score_factors(ratio).gate
+    assert round(theory.effective_discount(gate, 1.2), 3) == low
+    assert round(theory.effective_discount(gate, 0.8), 3) == high
+    # The first head is sharp and weighs 1.2, the second is almost flat and weighs 0.8; entry 0 is a hub, 1 is not.
+    s = torch.full((2, 64), 0.5, dtype=torch.float64)
+    s[0, 2:], s[:, 0] = 0.0, torch.tensor([1.0, 0.501])
+    factors = (hub_refine(s, ratio) / s)[:, :2]
+    assert factors[:, 0].tolist() == pytest.approx([1 + 0.2 * gate, 1 - 0.2 * gate])
+    assert [round(discount, 3) for discount in (factors[:, 1] / factors[:, 0]).tolist()] == [low, high]
+
+
 # --- what must not be claimed ---------------------------------------------------------------------
 
 
@@ -345,6 +361,24 @@ def test_hub_can_cover_less_than_top_k():
     hub, top = kept(scores, 2)
     assert hub == [0, 20] and top == [0, 2]
     assert coverage(weights, hub) < coverage(weights, top) == theory.best_subset(weights, 2).value
+
+
+def test_calibration_can_change_what_a_head_keeps():
+    """A sharp head weighs 1.2, which discounts its second entry by 0.697 in place of 0.719: a lone entry passes it."""
+    s = torch.tensor([[1.0, 0.9, 0.0, 0.0, 0.635, 0.0, 0.0, 0.0], [0.5] * 8])
+    calibrated, plain = (select_topk(hub_refine(s, 0.75, calibrate=on), 2) for on in (True, False))
+    assert calibrated[0].tolist() == [0, 4] and plain[0].tolist() == [0, 1]
+    almost = [select_topk(hub_refine(s, 0.9999, calibrate=on), 2)[0].tolist() for on in (True, False)]
+    assert almost[0] == almost[1] == [0, 4]  # with the gate open the weight cancels
+
+
+def test_how_often_calibration_changes_what_a_head_keeps():
+    """Pairs of a flat and a sharp head: in about a sixth of 600 pairs a head keeps others for being calibrated."""
+    rng = torch.Generator().manual_seed(0)
+    s = torch.rand(600, 2, 64, generator=rng)
+    s[:, 1] **= 4
+    calibrated, plain = (select_topk(hub_refine(s, 0.75, calibrate=on), 16) for on in (True, False))
+    assert 80 <= int((calibrated != plain).flatten(1).any(-1).sum()) <= 130
 
 
 def test_hub_carries_no_greedy_guarantee():
@@ -379,7 +413,34 @@ def test_the_docs_name_tests_that_exist():
     [
         (lambda: theory.local_kernel(4), "local_kernel: kernel must be an odd whole number of at least 1, not 4"),
         (lambda: theory.local_kernel(5, "cone"), "local_kernel: unknown shape 'cone'; valid: box, triangle"),
-        (lambda: theory.local_weights(torch.rand(2, 2)), r"local_weights: scores must be \(N,\)"),
+        (
+            lambda: theory.local_weights(torch.rand(2, 2)),
+            r"local_weights: scores must be real of shape \(N,\)",
+        ),
+        (lambda: theory.local_weights(torch.rand(0)), "local_weights: scores must hold at least one entry"),
+        (lambda: theory.local_weights([1.0]), "local_weights: scores must be a tensor, not list"),
+        (lambda: theory.local_weights(torch.tensor([True])), "local_weights: scores must be real .* torch.bool"),
+        (lambda: theory.local_weights(torch.tensor([1j])), "local_weights: scores must be real .* torch.complex64"),
+        (lambda: theory.local_weights(torch.tensor([math.nan])), "local_weights: weights must be finite .* nan"),
+        (
+            lambda: theory.local_weights(torch.rand(2), positions=torch.tensor([0.0, 1.5])),
+            "local_weights: positions must be integers, not torch.float32",
+        ),
+        (
+            lambda: theory.local_weights(torch.rand(2), positions=torch.tensor([False, True])),
+            "local_weights: positions must be integers, not torch.bool",
+        ),
+        (lambda: theory.local_weights(torch.rand(2), positions=[0, 1]), "positions must be a tensor, not list"),
+        (
+            lambda: theory.local_weights(torch.rand(2), positions=torch.tensor([0, 10**12])),
+            "local_weights: positions from 0 to 1000000000000 need 2,000,000,000,010 weights; at most 268,435,456",
+        ),
+        (lambda: theory.local_overlap(1.5), "local_overlap: distance must be a whole number of at least 0, not 1.5"),
+        (lambda: theory.local_overlap(-1), "local_overlap: distance .* not -1"),
+        (lambda: theory.local_overlap(1, -0.5), "local_overlap: score_ratio must be finite and >= 0, not -0.5"),
+        (lambda: theory.local_overlap(1, math.nan), "local_overlap: score_ratio .* not nan"),
+        (lambda: theory.local_overlap(1, "2"), "local_overlap: score_ratio .* not '2'"),
+        (lambda: theory.local_overlap(1, kernel=4), "local_overlap: kernel must be an odd whole number"),
         (lambda: theory.local_weights(torch.tensor([-1.0])), "local_weights: weights must be finite and >= 0"),
         (
             lambda: theory.local_weights(torch.rand(2), positions=torch.arange(3)),
@@ -389,29 +450,72 @@ def test_the_docs_name_tests_that_exist():
             lambda: theory.marginal_gains(torch.rand(2, 3), [3]),
             "marginal_gains: chosen must be from 0 to 2, but one is 3",
         ),
+        (lambda: theory.marginal_gains([[1.0]], [0]), "marginal_gains: kernel_matrix must be a tensor, not list"),
+        (lambda: theory.marginal_gains(torch.rand(2, 3), None), "marginal_gains: chosen must be integer indices"),
         (
             lambda: theory.overlap(torch.zeros(2, 3), 0, 1),
             "overlap: entry 0 has no weight, so its overlap is undefined",
         ),
+        (lambda: theory.overlap(torch.rand(2, 3), 0.5, 1), "overlap: i must be a whole number, not 0.5"),
+        (lambda: theory.overlap(torch.rand(2, 3), 0, True), "overlap: h must be a whole number, not True"),
+        (lambda: theory.overlap(torch.rand(2, 3), 0, 3), "overlap: h must be from 0 to 2, not 3"),
+        (lambda: theory.overlap(torch.rand(2, 3), -1, 0), "overlap: i must be from 0 to 2, not -1"),
+        (lambda: theory.overlap([[1.0]], 0, 0), "overlap: kernel_matrix must be a tensor, not list"),
+        *(
+            (
+                lambda value=value: theory.marginal_sandwich(torch.rand(2, 3), 0, 1, value),
+                f"marginal_sandwich: discount must be a number from 0 to 1, not {value!r}",
+            )
+            for value in (5, -0.1, math.nan, "0.5", True)
+        ),
+        (lambda: theory.marginal_sandwich(torch.rand(2, 3), 7, 1), "overlap: i must be from 0 to 2, not 7"),
         (
             lambda: theory.best_subset(torch.rand(2, 3), 4),
-            "best_subset: keep must be from 1 to the 3 entries there are",
+            "best_subset: keep must be from 1 to the 3 entries there are, not 4",
         ),
+        (lambda: theory.best_subset(torch.rand(2, 3), 2.5), "best_subset: keep must be a whole number, not 2.5"),
+        (lambda: theory.best_subset(torch.rand(2, 3), True), "best_subset: keep must be a whole number, not True"),
+        (lambda: theory.best_subset(torch.rand(3), 1), r"best_subset: kernel_matrix must be real of shape \(X, N\)"),
+        (lambda: theory.best_subset([[1.0]], 1), "best_subset: kernel_matrix must be a tensor, not list"),
         (
             lambda: theory.best_subset(torch.rand(2, 60), 30),
             "best_subset: 118,264,581,564,861,424 sets of 30 out of 60",
         ),
         (lambda: theory.score_factors(1.0), r"score_factors: ratio is the fraction removed and must be in \[0, 1\)"),
-        (
-            lambda: theory.score_factors(0.5, discount=5.0),
-            "score_factors: discount must be a number from 0 to 1",
+        *(
+            (lambda value=value: theory.score_factors(value), f"score_factors: ratio .* not {value!r}")
+            for value in (-0.1, math.nan, "0.5", True)
         ),
-        (lambda: theory.score_factors(0.5, weight_clip=(2.0, 1.0)), r"weight_clip must be \(low, high\)"),
+        (lambda: theory.score_factors(0.5, discount=5.0), "discount must be a number from 0 to 1, not 5.0"),
+        *(
+            (lambda value=value: theory.score_factors(0.5, weight_clip=value), r"weight_clip must be \(low, high\)")
+            for value in ((2.0, 1.0), (0.8, math.inf), (math.nan, 1.2), (0.8, 1.0, 1.2), (-0.1, 1.0), 1.0, "12")
+        ),
+        *(
+            (
+                lambda value=value: theory.score_factors(0.5, gate_exponent=value),
+                f"gate_exponent must be finite and >= 0, not {value!r}",
+            )
+            for value in (-1, math.nan, math.inf, "2")
+        ),
         (lambda: theory.dominance_pairs(torch.tensor([1.0, -2.0])), "dominance_pairs: scores must be >= 0"),
-        (lambda: theory.dominance_pairs(torch.rand(2, 3)), r"dominance_pairs: scores must be \(N,\), one head"),
+        (
+            lambda: theory.dominance_pairs(torch.rand(2, 3)),
+            r"dominance_pairs: scores must be real of shape \(N,\)",
+        ),
+        (lambda: theory.dominance_pairs([1.0, 2.0]), "dominance_pairs: scores must be a tensor, not list"),
+        (lambda: theory.dominance_pairs(torch.tensor([True])), "dominance_pairs: scores must be real .* torch.bool"),
+        (lambda: theory.dominance_pairs(torch.rand(3), 2), "dominance_pairs: kernel must be an odd whole number"),
         (lambda: theory.marginal_gains(torch.rand(2, 3), [[0], [1]]), r"chosen must be one set \(K,\), not \(2, 1\)"),
         (lambda: theory.effective_discount(1.0, 0.0), "effective_discount: at gate 1.0 and weight 0.0"),
         (lambda: theory.effective_discount(1.5), "effective_discount: gate must be a number from 0 to 1, not 1.5"),
+        *(
+            (
+                lambda value=value: theory.effective_discount(0.5, value),
+                f"effective_discount: weight must be finite and >= 0, not {value!r}",
+            )
+            for value in (-0.5, math.inf, math.nan, "1")
+        ),
     ],
 )
 def test_bad_arguments(call, message):

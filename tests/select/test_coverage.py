@@ -118,16 +118,19 @@ def test_the_bound_of_greedy_is_tight():
 def test_stochastic_greedy_keeps_its_expected_bound():
     """E[F] >= (1 - 1/e - epsilon) OPT, and each step looks at ceil(N / k ln(1 / epsilon)) entries."""
     rng = torch.Generator().manual_seed(0)
-    weights = torch.rand(15, 14, generator=rng) ** 6
+    weights = 0.02 * torch.rand(12, 18, generator=rng)
+    weights[torch.arange(12), torch.tensor([1, 6, 10, 17]).repeat(3)] += 1  # four entries that hold nearly all there is
     best = best_subset(weights, 4).value
+    blind = float(coverage(weights, torch.combinations(torch.arange(18), 4)).mean())
     means = []
-    for epsilon in (0.05, 0.3, 0.9):
+    for epsilon in (0.05, 0.15, 0.3):
+        assert blind < (1 - 1 / math.e - epsilon) * best  # which sets drawn without looking would miss
         paths = [greedy_path(weights, 4, method="stochastic", epsilon=epsilon, generator=rng) for _ in range(300)]
         values = torch.stack([path.gains.sum() for path in paths])
         error = values.std() / math.sqrt(len(values))
         assert values.mean() - 3 * error >= (1 - 1 / math.e - epsilon) * best
-        size = math.ceil(14 / 4 * math.log(1 / epsilon))
-        assert paths[0].evaluations == sum(min(size, 14 - step) for step in range(4))
+        size = math.ceil(18 / 4 * math.log(1 / epsilon))
+        assert paths[0].evaluations == sum(min(size, 18 - step) for step in range(4))
         means.append(float(values.mean()))
     assert means[0] > means[1] > means[2]  # more candidates, better sets
 
@@ -188,6 +191,7 @@ def test_public_names():
         (torch.tensor([[0.5, math.inf]]), 1, {}, "weights .* inf"),
         (torch.rand(3), 1, {}, r"kernel_matrix must be real of shape \(X, N\), not torch.float32 \(3,\)"),
         (torch.rand(2, 3) > 0, 1, {}, "kernel_matrix must be real .* torch.bool"),
+        ([[1.0, 2.0]], 1, {}, "kernel_matrix must be a tensor, not list"),
         (torch.rand(2, 3), 0, {}, "keep must be a whole number from 1 to the 3 entries there are, not 0"),
         (torch.rand(2, 3), 4, {}, "keep .* not 4"),
         (torch.rand(2, 0), 1, {}, "keep .* the 0 entries there are"),
@@ -212,11 +216,20 @@ def test_bad_arguments(weights, keep, options, message):
         (torch.tensor([True, False, True]), "chosen must be integer indices"),
         (torch.tensor([0.0]), "chosen must be integer indices"),
         (torch.tensor(1), "chosen must be integer indices"),
+        (None, "chosen must be integer indices .* not None"),
+        ("ab", "chosen must be integer indices .* not 'ab'"),
+        ([[0], [1, 2]], "chosen must be integer indices"),
+        ([10**30], "chosen must be integer indices"),
     ],
 )
 def test_bad_sets(chosen, message):
     with pytest.raises(ValueError, match=f"coverage: {message}"):
         coverage(torch.rand(2, 3), chosen)
+
+
+def test_coverage_of_what_is_no_tensor():
+    with pytest.raises(ValueError, match="coverage: kernel_matrix must be a tensor, not list"):
+        coverage([[1.0, 2.0]], [0])
 
 
 # --- the selectors --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def greedy_path(
     and never rises as the set grows: that makes lazy exact in floating point too, and the result independent of the
     device.
     """
-    keep = _whole(keep)
+    keep = whole("select_coverage", "keep", keep)
     if method not in METHODS:
         raise ValueError(f"select_coverage: unknown method {method!r}; valid: {', '.join(METHODS)}")
     check_epsilon("select_coverage", epsilon)
@@ -213,6 +214,8 @@ def total(values: Tensor) -> Tensor:
 
 def check_weights(owner: str, kernel_matrix: Tensor) -> Tensor:
     """``kernel_matrix (X, N)`` as ``(N, X)`` float64 on the CPU, contiguous, or a ``ValueError`` from ``owner``."""
+    if not isinstance(kernel_matrix, Tensor):
+        raise ValueError(f"{owner}: kernel_matrix must be a tensor, not {type(kernel_matrix).__name__}")
     if kernel_matrix.ndim != 2 or kernel_matrix.is_complex() or kernel_matrix.dtype == torch.bool:
         raise ValueError(
             f"{owner}: kernel_matrix must be real of shape (X, N), "
@@ -227,10 +230,13 @@ def check_weights(owner: str, kernel_matrix: Tensor) -> Tensor:
 
 def check_indices(owner: str, chosen: Tensor | Sequence[int], size: int) -> Tensor:
     """``chosen (..., K)`` as int64 on the CPU, or a ``ValueError`` that names ``owner``."""
-    indices = chosen if isinstance(chosen, Tensor) else torch.tensor(chosen)
+    try:
+        indices = chosen if isinstance(chosen, Tensor) else torch.tensor(chosen)
+    except (TypeError, ValueError, RuntimeError):  # no numbers, ragged, or beyond int64
+        raise ValueError(f"{owner}: chosen must be integer indices of shape (..., K), not {chosen!r}") from None
     if indices.numel() == 0:
         return indices.to("cpu", torch.int64)
-    if indices.ndim < 1 or indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
+    if indices.ndim < 1 or not integral(indices):
         raise ValueError(
             f"{owner}: chosen must be integer indices of shape (..., K), not {indices.dtype} {tuple(indices.shape)}"
         )
@@ -240,13 +246,19 @@ def check_indices(owner: str, chosen: Tensor | Sequence[int], size: int) -> Tens
     return indices.to("cpu", torch.int64)
 
 
-def _whole(keep: int) -> int:
+def integral(tensor: Tensor) -> bool:
+    """Whether ``tensor`` holds whole numbers; truth values are none."""
+    return not (tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex())
+
+
+def whole(owner: str, field: str, value: SupportsIndex) -> int:
+    """``value`` as an ``int``, or a ``ValueError`` that names ``owner`` and ``field``; of any integer type, no bool."""
     try:
-        if not isinstance(keep, bool):
-            return operator.index(keep)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
         pass
-    raise ValueError(f"select_coverage: keep must be a whole number, not {keep!r}")
+    raise ValueError(f"{owner}: {field} must be a whole number, not {value!r}")
 
 
 def check_epsilon(owner: str, epsilon: object) -> None:
