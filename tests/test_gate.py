@@ -21,10 +21,14 @@ def _own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("KVRETAIN_CACHE", str(tmp_path / "cache"))
 
 
-def publish(path, layers, **extra):
+def publish(path, layers, old=False, **extra):
     """What the authors' training writes: the layers' state dicts beside NumPy curves."""
     curves = {name: numpy.linspace(1, 0, 6).reshape(2, 3) for name in ("loss", "acc", "loss_train", "acc_train")}
-    torch.save({"module": [layer.state_dict() for layer in layers], **curves, **extra}, path)
+    torch.save(
+        {"module": [layer.state_dict() for layer in layers], **curves, **extra},
+        path,
+        _use_new_zipfile_serialization=not old,
+    )
     return str(path)
 
 
@@ -83,6 +87,17 @@ def test_a_published_file_is_read(tmp_path, dtype):
     assert gate.gate_for(model("llama"), path, 2) is read
 
 
+@pytest.mark.parametrize("name", ["g.pt", "g.PT", "g.pth", "g.bin", "g.safetensors", "g"])
+def test_the_content_decides_what_a_file_is(tmp_path, name):
+    made = random_gate(model("llama"), tokens="123")
+    assert gate.load(made.save(tmp_path / name)).metadata["tokens"] == "123"
+    for old in (False, True):  # torch's zip files, and the pickles before them
+        path = publish(tmp_path / name, made.layers, old=old)
+        os.utime(path, ns=(old, old))
+        read = gate.load(path)
+        assert not read.metadata and torch.equal(read.layers[1].k_base, made.layers[1].k_base)
+
+
 def test_loading_draws_no_random_numbers(tmp_path):
     path = publish(tmp_path / "g.pt", random_gate(model("llama")).layers)
     before = torch.get_rng_state()
@@ -100,16 +115,21 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("kind", ["pt", "bin", "safetensors"])
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, kind):
     layers = random_gate(model("llama")).layers
-    path = publish(tmp_path / "evil.pt", layers, extra=Evil(tmp_path / "ran"))
+    path = publish(tmp_path / f"evil.{kind}", layers, extra=Evil(tmp_path / "ran"))
     with pytest.raises(ValueError, match=r"refused, nothing in it was run: it asks for \S*mkdir"):
         gate.load(path)
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    with pytest.raises(ValueError, match=r"refused|is not a gate"):
-        gate.load(tmp_path / "plain.pt")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        plain = tmp_path / f"plain{protocol}.{kind}"
+        plain.write_bytes(pickle.dumps(Evil(tmp_path / "ran"), protocol))
+        with pytest.raises(ValueError, match=r"refused|is not a gate"):
+            gate.load(plain)
     assert not (tmp_path / "ran").exists()
-    torch.load(path, weights_only=False)  # the trap is a real one
+    with open(path, "rb") as file:
+        torch.load(file, weights_only=False)  # the trap is a real one
     assert (tmp_path / "ran").exists()
 
 
@@ -118,6 +138,8 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
     [
         (b"", "is not a gate|refused"),
         (b"PK nonsense", "is not a gate|refused"),
+        (b"Once upon a time", "neither safetensors nor a pickle of weights"),
+        (b"12345678{ and so on", "is not a safetensors file"),
         ({"modules": []}, "no list 'module'"),
         ({"module": [{"q_proj.weight": 3}]}, "no list 'module'"),
         ({"module": [{"q_proj.weight": numpy.ones(3)}]}, "no list 'module'"),
@@ -148,6 +170,45 @@ def test_damaged_parameters(tmp_path):
         gate.load(path)
     with pytest.raises(FileNotFoundError, match="there is no gate"):
         gate.load(tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"1.": "foo"}, "its tensor 'foo' is not named <layer>.<parameter>"),
+        ({"1.": "x.1."}, "its tensor 'x.1.* is not named <layer>.<parameter>"),
+        ({"1.": "01."}, "its tensor '01.* is not named <layer>.<parameter>"),
+        ({"1.": "-1."}, "its tensor '-1.* is not named <layer>.<parameter>"),
+        ({"1.": "2."}, "is not whole: it holds parameters of layer 2, but none of layer 1"),
+        ({"0.": "3."}, "is not whole: it holds parameters of layer 1, but none of layer 0"),
+    ],
+)
+def test_names_that_are_no_layers(tmp_path, names, words):
+    tensors, metadata = artefacts.read(random_gate(model("llama")).save(tmp_path / "g.safetensors"))
+    ((old, new),) = names.items()
+    renamed = {}
+    for name, tensor in tensors.items():
+        renamed[(new if new == "foo" else new + name[2:]) if name.startswith(old) else name] = tensor
+    path = artefacts.write(tmp_path / "renamed.safetensors", renamed, metadata)
+    with pytest.raises(ValueError, match=rf"the gate '\S*renamed.safetensors' .*{words}"):
+        gate.load(path)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ((48, 2, 2), r"hidden size 48 \(layer 0: 32\)"),
+        ((32, 1, 2), r"KV heads 1 \(layer 0: 2\)"),
+        ((32, 2, 4), r"query heads per KV head 4 \(layer 0: 2\)"),
+    ],
+)
+def test_layers_of_different_shapes(tmp_path, second, words):
+    layers = (random_layer(0, 32, 2, 2), random_layer(1, *second))
+    with pytest.raises(ValueError, match=f"the gate is of no model: its layer 1 has {words}"):
+        gate.Gate(layers)
+    path = publish(tmp_path / "g.pt", layers)
+    with pytest.raises(ValueError, match=rf"the gate '\S*g.pt' is of no model: its layer 1 has {words}"):
+        RetentionCache.for_model(model("llama"), f"fastkvzip(gate={path!r})", budget=8)
 
 
 # Which gate belongs to a model

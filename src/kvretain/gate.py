@@ -94,22 +94,28 @@ class Gate:
         layers: one for each full-attention layer, in the model's order.
         metadata: what a file of our own says of its training, all strings; empty for a published one.
         source: where it was read, for messages.
+
+    Raises:
+        ValueError: there is no layer, or layers differ in what must agree with a model.
     """
 
     layers: Sequence[LayerGate]
     metadata: Mapping[str, str] = field(default_factory=dict)
     source: str = "the gate"
 
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError(f"{self.source} holds no layer")
+        first = _shape(self.layers[0])
+        for at, layer in enumerate(self.layers):
+            found = _shape(layer)
+            if differs := [f"{what} {n} (layer 0: {first[what]})" for what, n in found.items() if n != first[what]]:
+                raise ValueError(f"{self.source} is of no model: its layer {at} has {', '.join(differs)}")
+
     @property
     def shape(self) -> dict[str, int]:
         """What must agree with a model."""
-        first = self.layers[0]
-        return {
-            "full-attention layers": len(self.layers),
-            "hidden size": first.q_proj.in_features,
-            "KV heads": first.heads,
-            "query heads per KV head": first.group,
-        }
+        return {"full-attention layers": len(self.layers), **_shape(self.layers[0])}
 
     def save(self, path: str | Path) -> Path:
         """Writes a safetensors file with the metadata.
@@ -119,6 +125,15 @@ class Gate:
         """
         tensors = {f"{at}.{name}": t for at, layer in enumerate(self.layers) for name, t in layer.state_dict().items()}
         return artefacts.write(path, tensors, {"kind": "gate", **self.metadata})
+
+
+def _shape(layer: LayerGate) -> dict[str, int]:
+    """What one layer must have in common with the model, and so with the others."""
+    return {
+        "hidden size": layer.q_proj.in_features,
+        "KV heads": layer.heads,
+        "query heads per KV head": layer.group,
+    }
 
 
 # Which gate belongs to a model
@@ -195,12 +210,13 @@ def _fetch(name: str, group: int) -> str:
 
 
 def load(path: str | Path) -> Gate:
-    """A gate from a file of our own (safetensors) or a published one (``.pt``, read as plain weights: no code in it is
-    ever run). Files that were read last are remembered until they change.
+    """A gate from a file of our own (safetensors) or a published one (a pickle, read as plain weights: no code in it is
+    ever run). The content decides which of them it is, whatever the file's name. Files that were read last are
+    remembered until they change.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a gate.
+        ValueError: it is not a gate; the message names the file.
         ImportError: safetensors is not installed.
     """
     path = Path(path).expanduser()
@@ -213,18 +229,37 @@ def load(path: str | Path) -> Gate:
 @lru_cache(maxsize=2)
 def _load(path: Path, changed: int, size: int) -> Gate:
     source = f"the gate {str(path)!r}"
-    if path.suffix in (".pt", ".pth"):
+    if not _is_safetensors(path):
         return Gate(_layers(_published(path), source), {}, source)
     tensors, metadata = artefacts.read(path)
     if metadata.get("kind") != "gate":
         raise ValueError(f"{str(path)!r} is not a gate: its metadata says {metadata.get('kind', 'nothing')!r}")
-    states: list[dict[str, Tensor]] = []
-    for name in sorted(tensors, key=lambda name: int(name.partition(".")[0])):
-        at, _, parameter = name.partition(".")
-        if int(at) == len(states):
-            states.append({})
-        states[-1][parameter] = tensors[name]
-    return Gate(_layers(states, source), metadata, source)
+    return Gate(_layers(_by_layer(tensors, source), source), metadata, source)
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether a file begins as safetensors do: 8 bytes that say how long the header is, then the header, JSON.
+
+    No pickle of torch's does: the 9th byte of a zip file is the low byte of its compression method, that of torch's
+    older format belongs to a fixed number.
+    """
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def _by_layer(tensors: Mapping[str, Tensor], source: str) -> list[dict[str, Tensor]]:
+    """The parameters of each layer, from tensors named ``<layer>.<parameter>``."""
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if not (found := re.fullmatch(r"(0|[1-9][0-9]{0,8})\.(.+)", name)):
+            raise ValueError(
+                f"{source} does not hold a gate's parameters: its tensor {name!r} is not named <layer>.<parameter>"
+            )
+        states.setdefault(int(found[1]), {})[found[2]] = tensor
+    for at, layer in enumerate(sorted(states)):
+        if at != layer:
+            raise ValueError(f"{source} is not whole: it holds parameters of layer {layer}, but none of layer {at}")
+    return [states[at] for at in range(len(states))]
 
 
 def _layers(states: Sequence[Mapping[str, Tensor]], source: str) -> tuple[LayerGate, ...]:
@@ -242,8 +277,6 @@ def _layers(states: Sequence[Mapping[str, Tensor]], source: str) -> tuple[LayerG
     except (KeyError, RuntimeError, ValueError, IndexError, ZeroDivisionError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ValueError(f"{source} does not hold a gate's parameters: {reason}") from None
-    if not made:
-        raise ValueError(f"{source} holds no layer")
     if not all(parameter.isfinite().all() for layer in made for parameter in layer.parameters()):
         raise ValueError(f"{source} holds NaN or infinite numbers")
     return tuple(made)
@@ -277,11 +310,12 @@ def _published(path: Path) -> list[Mapping[str, Tensor]]:
     NumPy's are not run either; any other name is an error.
     """
     try:
-        with torch.serialization.safe_globals(list(_SKIPPED)):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        # An open file: of some names, torch would read safetensors.
+        with torch.serialization.safe_globals(list(_SKIPPED)), path.open("rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
-        held = f"it asks for {found[1]}" if found else "it is no pickle of weights"
+        held = f"it asks for {found[1]}" if found else "it is neither safetensors nor a pickle of weights"
         raise ValueError(
             f"the gate {str(path)!r} is refused, nothing in it was run: {held}, where only weights should be"
         ) from None
