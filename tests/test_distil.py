@@ -124,6 +124,11 @@ def test_stopping_early_keeps_what_was_learnt():
         ({"context": 2}, "context"),
         ({"steps": 0}, "steps"),
         ({"batch": 1.5}, "batch is a whole number of at least 1, not 1.5"),
+        ({"rate": -1e-3}, "rate is a finite number of at least 0, not -0.001"),
+        ({"rate": float("nan")}, "rate is a finite number of at least 0, not nan"),
+        ({"rate": "fast"}, "rate is a finite number of at least 0, not 'fast'"),
+        ({"decay": float("inf")}, "decay is a finite number of at least 0, not inf"),
+        ({"decay": True}, "decay is a finite number of at least 0, not True"),
     ],
 )
 def test_bad_input(options, words):

@@ -18,8 +18,8 @@ from . import artefacts
 from .gate import SIZE, Gate, LayerGate, shape_of
 from .scores import KVzip
 
-FEWEST = 256
-"""Fewest tokens that gates are trained on."""
+FEWEST, SHORTEST = 256, 16
+"""Fewest tokens that gates are trained on, and that a context may be told to have."""
 
 
 def train_gate(
@@ -54,11 +54,11 @@ def train_gate(
         tokenizer: its tokenizer.
         text: one text or several. More text is better: compare the held-out loss.
         tokens: at most so many tokens of it are read, at least 256.
-        context: tokens of a context, about: each text is cut evenly.
-        steps: steps of the optimiser.
-        batch: tokens of a step.
-        rate: learning rate.
-        decay: weight decay.
+        context: tokens of a context, about, at least 16: each text is cut evenly.
+        steps: steps of the optimiser, at least 1.
+        batch: tokens of a step, at least 1; drawn with repetition.
+        rate: learning rate, finite and at least 0; at 0 nothing is learnt.
+        decay: weight decay, finite and at least 0.
         seed: of the initial weights and the batches; torch's own random numbers are left alone.
         report: receives the stage (``"reading"``, ``"training"``), what is done and the total.
         stop: asked after every step; True ends the training early, with what has been learnt.
@@ -73,10 +73,13 @@ def train_gate(
     """
     from .cache import support
 
-    counts = (("tokens", tokens, FEWEST), ("context", context, 16), ("steps", steps, 1), ("batch", batch, 1))
+    counts = (("tokens", tokens, FEWEST), ("context", context, SHORTEST), ("steps", steps, 1), ("batch", batch, 1))
     for name, value, least in counts:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is a whole number of at least {least}, not {value!r}")
+    for name, number in (("rate", rate), ("decay", decay)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+            raise ValueError(f"{name} is a finite number of at least 0, not {number!r}")
     decoder = support.decoder_of(model)
     contexts = _contexts(tokenizer, [text] if isinstance(text, str) else text, tokens, context)
     data, training = [], model.training
