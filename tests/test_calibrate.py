@@ -513,7 +513,8 @@ def test_the_command_in_json_and_to_a_file(own_cache, checkpoint, tmp_path):
     [
         (("--text", "nowhere.txt"), "nowhere.txt"),
         (("--plot", "figure.pdf"), "the figure is a .png file, not figure.pdf"),
-        (("--out", "."), "--out . is a folder"),
+        (("--out", "."), "--out .: a calibration is a .safetensors file"),
+        (("--out", "c.pt"), "--out c.pt: a calibration is a .safetensors file"),
         (("-m", "/nowhere/at/all"), "there is no model"),
     ],
 )

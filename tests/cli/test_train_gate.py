@@ -8,7 +8,7 @@ import pytest
 from checkpoint import save_tiny_checkpoint
 from typer.testing import CliRunner
 
-from kvretain import distil
+from kvretain import distil, models
 from kvretain.commands import app
 
 
@@ -92,10 +92,29 @@ def test_ctrl_c_before_anything_was_learnt_says_that_nothing_is_written(checkpoi
     ("arguments", "words"),
     [
         (("--out", "."), "is a folder"),
+        (("--out", __file__ + "/g.safetensors"), "test_train_gate.py is not a folder"),
+        (("--out", "/dev/null"), "--out /dev/null is a device"),
         (("--text", "no-such-file"), "no-such-file"),
-        (("--tokens", 3), "tokens is a whole number of at least 256"),
+        (("--tokens", 100), "Invalid value for '--tokens'"),
+        (("--context", 3), "Invalid value for '--context'"),
     ],
 )
-def test_bad_input(checkpoint, arguments, words):
+def test_bad_input(checkpoint, arguments, words, monkeypatch):
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
     result = train(checkpoint, *arguments)
     assert result.exit_code == 2 and words in result.stderr.replace("\n", " ")
+
+
+def test_a_cache_folder_that_cannot_be_is_found_before_training(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVRETAIN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    result = train(checkpoint)
+    assert result.exit_code == 2 and "kvretain's cache folder" in result.stderr and "is not a folder" in result.stderr
+
+
+def test_a_file_of_any_name_serves(checkpoint, tmp_path):
+    assert train(checkpoint, "--out", tmp_path / "mine.pt").exit_code == 0
+    policy = f"fastkvzip(gate={str(tmp_path / 'mine.pt')!r})"
+    result = run("generate", "-m", checkpoint, "--prompt", "Alice", "-p", policy, "-b", 8, "--max-new-tokens", 3)
+    assert result.exit_code == 0, result.output

@@ -86,6 +86,7 @@ def test_help_teaches():
         (["--text", "nowhere.txt"], "No such file"),
         (["--text", "-"], "--text - is empty"),
         (["--out", "FOLDER"], "--out .* is a folder"),
+        (["--out", f"FOLDER/{'x' * 300}.html"], "--out .* cannot be written: .*too long"),
         (["--out", "FOLDER/none/page.html"], "--out .* is in a folder that is not there"),
         (["--dtype", "int8"], "unknown dtype"),
         (["--model", "./nowhere"], "no model at './nowhere'"),

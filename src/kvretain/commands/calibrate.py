@@ -17,6 +17,7 @@ from .shared import (
     Threads,
     app,
     check_model,
+    check_place,
     clear_errors,
     load,
     out,
@@ -69,8 +70,15 @@ def calibrate(
 
         if plot is not None:
             concentration.check(plot)
-        if path is not None and path.is_dir():
-            raise ValueError(f"--out {path} is a folder")
+            check_place(plot, "--plot")
+            check_place(plot.with_suffix(".csv"), "--plot")
+        if path is not None:
+            path = path.expanduser()
+            if path.suffix != ".safetensors":  # by which a calibration is told from a published file of statistics
+                raise ValueError(f"--out {path}: a calibration is a .safetensors file")
+            check_place(path)
+        else:
+            check_place(models.cache_root() / "calibration", "kvretain's cache folder", folder=True)
         given = None if text is None else read_text(text, "--text")
         llm, tokenizer = load(model, dtype, device, threads)
         words, title, most = measure.default_text(llm)

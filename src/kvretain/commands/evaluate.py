@@ -23,6 +23,7 @@ from .shared import (
     app,
     check_budget,
     check_model,
+    check_place,
     clear_errors,
     err,
     out,
@@ -186,6 +187,7 @@ def evaluate(
             chunk, every, passages,
         )  # fmt: skip
         store = Store(out_folder, setting.identity())
+        check_place(store.folder, folder=True)
         public = runner.read_data(setting, chosen)
         contents |= {task: benchmark.digest for task, benchmark in public.items()}
         store.bind(contents)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import models
-from .shared import AsJson, Device, Dtype, Threads, app, clear_errors, err, load, out, print_json
+from .shared import AsJson, Device, Dtype, Threads, app, check_place, clear_errors, err, load, out, print_json
 
 lab = typer.Typer(
     help="Train and examine a **laboratory animal**: a tiny model that solves long chains of arithmetic.",
@@ -57,8 +57,7 @@ def train(
         from ..lab.train import Trainer
         from ..lab.train import train as work
 
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--out {folder} is a file; it must be a folder")
+        check_place(folder, folder=True)
         if threads:
             torch.set_num_threads(threads)
         recipe = Recipe(seed=seed).stretched(stretch)

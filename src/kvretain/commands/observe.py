@@ -23,6 +23,7 @@ from .shared import (
     Threads,
     app,
     check_model,
+    check_place,
     clear_errors,
     err,
     load,
@@ -70,8 +71,7 @@ def observe(
 
         plots.check_matplotlib()
         named = {name: parse_scorer(name) for name in policy or SCORERS}
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--out {folder} is not a folder")
+        check_place(folder, folder=True)
         words = data.chapter() if text is None else read_text(text, "--text")
         title = "'A Mad Tea-Party' (Alice, chapter VII)" if text is None else Path(text).name
         llm, tokenizer = load(model, dtype, device, threads)
@@ -91,18 +91,18 @@ def observe(
             seen = collect(llm, ids, named, report=layer)
             source = f"{Path(model).name if Path(model).exists() else model} on {title}"
             made = write_figures(seen, folder, source=source, seed=seed, report=stage)
-    record = {
-        "model": model,
-        "text": title,
-        "tokens": seen.tokens,
-        "heads": seen.heads,
-        "scorers": list(named),
-        "seed": seed,
-        "captions": {name: table.caption for name, table in made.items()},
-        "summary": made["summary"].rows,
-        "versions": versions(),
-    }
-    (folder / "run.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        record = {
+            "model": model,
+            "text": title,
+            "tokens": seen.tokens,
+            "heads": seen.heads,
+            "scorers": list(named),
+            "seed": seed,
+            "captions": {name: table.caption for name, table in made.items()},
+            "summary": made["summary"].rows,
+            "versions": versions(),
+        }
+        (folder / "run.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if as_json:
         print_json(record | {"folder": str(folder), "seconds": time.perf_counter() - started})
         return

@@ -5,9 +5,11 @@ Answers and tables go to standard output, progress and errors to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +106,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 DEFAULT_POLICY = "snapkv+hub"
 
+MENDABLE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors of the system that another path mends."""
+
 
 def fail(message: object, code: int = 2) -> NoReturn:
     """Prints one line of error and ends the command: code 2 for bad input, 1 for what went wrong outside."""
@@ -114,13 +119,56 @@ def fail(message: object, code: int = 2) -> NoReturn:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turns errors that a user can mend into one line."""
+    """Turns errors that a user can mend into one line, and those of the system, such as a full disk."""
     try:
         yield
-    except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        fail(error)
-    except (ImportError, RuntimeError) as error:
-        fail(error, code=1)
+    except BrokenPipeError:  # who reads has seen enough; typer ends quietly
+        raise
+    except (ValueError, *MENDABLE) as error:
+        fail(_told(error))
+    except (ImportError, RuntimeError, OSError) as error:
+        fail(_told(error), code=1)
+
+
+def _told(error: Exception) -> str:
+    """What an error says; of one of the system, what went wrong and with which path."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    return str(error)
+
+
+def check_place(path: Path, what: str = "--out", *, folder: bool = False) -> None:
+    """Makes sure, before work that takes long, that what comes of it can be written. Leaves nothing behind.
+
+    Args:
+        path: the file to write, or the folder to write files into; folders that are not there are made then.
+        what: the option, for the message.
+        folder: whether ``path`` is a folder.
+
+    Raises:
+        ValueError: it cannot; the message says why, with the path.
+    """
+    place = at = path if folder else path.parent
+    try:
+        there = next((part for part in (path, *path.parents) if part.exists()), Path())
+        if (folder or there != path) and not there.is_dir():
+            where = "" if there == path else f" cannot be written: {there}"
+            raise ValueError(f"{what} {path}{where} is not a folder")
+        if not folder and there == path and not path.is_file():
+            raise ValueError(f"{what} {path} is {'a folder' if path.is_dir() else 'a device'}; it must be a file")
+        missing = [part for part in (place, *place.parents) if not part.exists()]
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=place).close()
+        finally:
+            for part in missing:
+                with contextlib.suppress(OSError):
+                    part.rmdir()
+        if there == path and not folder:
+            at = path
+            path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be written: {error.strerror or error} ({at})") from None
 
 
 def check_budget(policy: str, budget: int | None, ratio: float | None, **protected: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .shared import AsJson, app, clear_errors, err, out, print_json
+from .shared import AsJson, app, check_place, clear_errors, err, out, print_json
 
 if TYPE_CHECKING:
     from ..evidence.study import Study
@@ -61,6 +61,7 @@ def init(plan: PlanFile, out_folder: OutFolder = None, as_json: AsJson = False) 
         from ..evidence.study import Study
 
         made = Study(plan, out_folder)
+        check_place(made.folder, "the study's folder", folder=True)
         made.folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(made.folder):
             since = made.init(_command())

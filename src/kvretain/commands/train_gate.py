@@ -13,6 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .. import models
+from ..distil import FEWEST, SHORTEST
 from .shared import (
     AsJson,
     Device,
@@ -21,6 +22,7 @@ from .shared import (
     Threads,
     app,
     check_model,
+    check_place,
     clear_errors,
     err,
     fail,
@@ -53,8 +55,8 @@ def train_gate(
         Path | None,
         typer.Option("--out", "-o", help="Where to write it; default: kvretain's cache folder, where policies look."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="At most this many tokens of the texts.")] = 16384,
-    context: Annotated[int, typer.Option(min=1, help="Tokens that the model reads at a time, about.")] = 512,
+    tokens: Annotated[int, typer.Option(min=FEWEST, help="At most this many tokens of the texts.")] = 16384,
+    context: Annotated[int, typer.Option(min=SHORTEST, help="Tokens that the model reads at a time, about.")] = 512,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of tokens.")] = 0,
     dtype: Dtype = None,
@@ -68,8 +70,11 @@ def train_gate(
         check_model(model, dtype)
         from .. import artefacts, data, distil
 
-        if path is not None and path.is_dir():
-            raise ValueError(f"--out {path} is a folder")
+        if path is not None:
+            path = path.expanduser()
+            check_place(path)
+        else:
+            check_place(models.cache_root() / "gate", "kvretain's cache folder", folder=True)
         texts = [read_text(source, "--text") for source in text] if text else [data.chapter()]
         llm, tokenizer = load(model, dtype, device, threads)
         with _progress() as (report, stop):

@@ -30,6 +30,7 @@ from .shared import (
     app,
     check_budget,
     check_model,
+    check_place,
     clear_errors,
     err,
     load,
@@ -104,8 +105,9 @@ def view(
             check_budget(name, **limits)
         check_model(model, dtype)
         models.require("jinja2")
-        if path.is_dir() or not path.parent.is_dir():
-            raise ValueError(f"--out {path} is {'a folder' if path.is_dir() else 'in a folder that is not there'}")
+        if not path.parent.is_dir():
+            raise ValueError(f"--out {path} is in a folder that is not there")
+        check_place(path)
         from .. import data
         from ..view import html_page, record
 
