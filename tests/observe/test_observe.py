@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint import save_tiny_checkpoint
+from gates import random_gate
 from typer.testing import CliRunner
 
-from kvretain import RetentionCache, load_model, models
+from kvretain import RetentionCache, load_model, models, scorers
+from kvretain.calibrate import calibrate
 from kvretain.commands import app
 from kvretain.data import chapter
-from kvretain.observe import FEWEST, SCORERS, measures
+from kvretain.observe import FEWEST, SCORERS, measures, plots, tables, write_figures
 from kvretain.observe.collect import collect, parse_scorer
-from kvretain.observe.tables import RADIUS, SHARES
+from kvretain.observe.tables import RADIUS, SHARES, Table
 from kvretain.policy import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*deprecated")
@@ -271,6 +273,89 @@ def test_own_text_and_scorers(checkpoint, tmp_path):
     assert {row["scorer"] for row in rows(tmp_path, "selectivity")} == {"h2o"}
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """Few repetitions and dots, for figures that nobody reads."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    for name in ("CURVES", "PERMUTATIONS", "DRAWS"):
+        monkeypatch.setattr(sys.modules["kvretain.observe.tables"], name, 2)
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, path, **options: save(self, path, **options | {"dpi": 20}))
+
+
+@pytest.mark.parametrize("name", list(scorers))
+def test_every_scorer_can_be_drawn(name, llama, few, tmp_path):
+    text = name
+    if name == "fastkvzip":
+        text = f"{name}(gate={str(random_gate(llama).save(tmp_path / 'gate.safetensors'))!r})"
+    elif "calibration" in scorers[name].__dataclass_fields__:
+        path = calibrate(llama, tokens_for(llama)).save(tmp_path / "calibration.safetensors")
+        text = f"{name}(calibration={str(path)!r})"
+    seen = collect(llama, tokens_for(llama), {name: parse_scorer(text)})
+    made = write_figures(seen, tmp_path / "figures", source="a tiny model on noise")
+    assert list(made) == [*FIGURES, "summary"]
+    names = {f"{figure}.{kind}" for figure in FIGURES for kind in ("png", "csv")} | {"summary.csv"}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == names
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ([0.2, 0.3, 0.9], (0.2, 0.9)),
+        ([0.5, 0.5, 0.5], (0, 0.5 * 24 / 23.5)),
+        ([0.49, 0.5], (0, 0.5 * 24 / 23.5)),
+        ([0.0, 0.0], (0, 24 / 23.5)),
+    ],
+)
+def test_bars_can_be_seen(values, ends):
+    assert plots._bars(values) == pytest.approx(ends)
+
+
+def test_heads_that_rounding_alone_tells_apart_share_a_bar(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    values = [0.57, 0.57 + 1e-16, 0.57 - 1e-16, 0.57 + 3e-16]
+    found = [{"scorer": "ranks", "layer": 0, "head": i, "selectivity": v, "weight": 1.0} for i, v in enumerate(values)]
+    plots.draw(Table("selectivity", "Selectivity", "Four heads.", found), tmp_path)
+    heights = [bar.get_height() for bar in drawn[0].axes[0].patches]
+    assert sorted(heights) == [0] * 23 + [4]
+
+
+def test_the_attention_map_ends_with_the_text(llama, tmp_path, monkeypatch):
+    """150 tokens in blocks of 4: the last has 2."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    seen = collect(llama, tokens_for(llama), {"knorm": parse_scorer("knorm")}, blocks=40)
+    table = next(t for t in tables(seen, "noise", 0, lambda *_: None) if t.name == "attention")
+    assert {row["query"]: row["queries"] for row in table.rows} == {at: min(4, 150 - at) for at in range(0, 150, 4)}
+    plots.draw(table, tmp_path)
+    for axis in drawn[0].axes[:2]:
+        assert (axis.get_xlim(), axis.get_ylim()) == ((0, 150), (150, 0))
+        assert axis.images[0].get_extent() == [0, 152, 152, 0]  # a cell is as wide as any other, and cut off
+
+
+def test_the_control_s_caption_says_what_its_band_is(written):
+    captions = json.loads((written[0] / "run.json").read_text(encoding="utf-8"))["captions"]
+    words = "the same way in all heads (20 permutations); its mean and band are those of all heads of all permutations"
+    assert words in captions["marginal_gain"]
+
+
+def test_a_figure_that_fails_leaves_the_folder_as_it_was(llama, few, tmp_path, monkeypatch):
+    (tmp_path / "selectivity.csv").write_text("of another run")
+
+    def broken(rows):
+        raise ValueError("no such colour")
+
+    monkeypatch.setitem(plots._DRAWERS, "attention", broken)
+    seen = collect(llama, tokens_for(llama), {"knorm": parse_scorer("knorm")})
+    with pytest.raises(ValueError, match="no such colour"):
+        write_figures(seen, tmp_path, source="noise")
+    assert [path.name for path in tmp_path.iterdir()] == ["selectivity.csv"]
+    assert (tmp_path / "selectivity.csv").read_text() == "of another run"
+
+
 # Bad input
 
 BAD = [
@@ -284,6 +369,7 @@ BAD = [
     (("--text", "FOLDER/none.txt"), "No such file"),
     (("--text", "EMPTY"), "is empty"),
     (("--out", "EMPTY"), "is not a folder"),
+    (("--out", "EMPTY/sub"), "cannot be written: .*empty is not a folder"),
     (("-m", "./nowhere"), "no model at './nowhere'"),
     (("--dtype", "int8"), "unknown dtype"),
     (("-m", "CHECKPOINT", "--text", "SHORT"), f"observe needs at least {FEWEST}"),
@@ -299,7 +385,7 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, tmp_path, checkpoi
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "short").write_text("The Walrus.")
     places = {"EMPTY": tmp_path / "empty", "SHORT": tmp_path / "short", "CHECKPOINT": checkpoint}
-    places["FOLDER/none.txt"] = tmp_path / "none.txt"
+    places |= {"FOLDER/none.txt": tmp_path / "none.txt", "EMPTY/sub": tmp_path / "empty" / "sub"}
     result = run("--out", tmp_path / "out", *(places.get(a, a) for a in arguments))
     assert result.exit_code == 2, result.output
     assert re.fullmatch(rf"error: [^\n]*{message}[^\n]*\n", result.stderr), result.stderr

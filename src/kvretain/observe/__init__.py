@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ def write_figures(
 ) -> dict[str, Table]:
     """Writes every figure as PNG and CSV into ``folder``, and the headline numbers as ``summary.csv``.
 
+    All of them are written once the last is drawn, or none.
+
     Args:
         observation: from :func:`kvretain.observe.collect.collect`.
         folder: made if it is not there; files of the same names are replaced.
@@ -44,15 +47,20 @@ def write_figures(
 
     Raises:
         ImportError: matplotlib is missing.
+        OSError: the folder cannot be written.
     """
     from . import plots
 
     plots.check_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     made = {}
-    for table in tables(observation, source, seed, report):
-        table.write(folder)
-        if table.name != "summary":
-            plots.draw(table, folder)
-        made[table.name] = table
+    # All files or none: figures of two runs side by side would look like those of one.
+    with tempfile.TemporaryDirectory(prefix=".observe-", dir=folder) as part:
+        for table in tables(observation, source, seed, report):
+            table.write(Path(part))
+            if table.name != "summary":
+                plots.draw(table, Path(part))
+            made[table.name] = table
+        for file in sorted(Path(part).iterdir()):
+            file.replace(folder / file.name)
     return made

@@ -23,6 +23,9 @@ RULES = {
 }
 ORDERS = {"top-k": (BLUE, "-"), "shuffled": (ORANGE, "--")}
 
+BINS = 24
+"""Bars of a histogram."""
+
 
 def check_matplotlib() -> None:
     """Checks that figures can be drawn.
@@ -142,13 +145,24 @@ def _selectivity(rows: list[Row]) -> Any:
     figure, axes = _panels(1, len(scorers), width=3.3, height=2.8)
     for axis, scorer in zip(axes[0], scorers, strict=True):
         values = sorted(_column(_where(rows, scorer=scorer), "selectivity"))
-        axis.hist(values, bins=24, color=SKY, edgecolor="white", lw=0.4)
+        axis.hist(values, bins=BINS, range=_bars(values), color=SKY, edgecolor="white", lw=0.4)
         middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
         axis.axvline(middle, color=BLACK, ls="--", lw=1)
         axis.set(title=scorer, xlabel="selectivity (std / mean of scores)", xlim=(0, None))
         axis.yaxis.get_major_locator().set_params(integer=True)
     axes[0][0].set_ylabel("heads")
     return figure
+
+
+def _bars(values: list[float]) -> tuple[float, float]:
+    """Where the bars of the ascending ``values``, >= 0, begin and end: at the least and the largest.
+
+    Values that rounding alone tells apart (of a scorer of ranks) leave no room for bars between them, and bars that
+    together are narrower than one should be cannot be seen on an axis from 0. Then bars begin at 0, and the largest
+    value stands in the middle of the last.
+    """
+    low, high = values[0], values[-1]
+    return (low, high) if high - low > high / BINS else (0.0, (high or 1.0) * BINS / (BINS - 0.5))
 
 
 def _attention(rows: list[Row]) -> Any:
@@ -163,15 +177,16 @@ def _attention(rows: list[Row]) -> Any:
         grid = [[float("nan")] * len(starts) for _ in starts]
         for cell in cells:
             grid[int(cell["query"]) // block][int(cell["key"]) // block] = max(float(cell["share"]), low)
-        end = len(starts) * block
+        across, end = len(starts) * block, starts[-1] + int(cells[-1]["queries"])
         image = axis.imshow(
             grid,
             norm=LogNorm(low, 1),
             cmap="cividis",
             interpolation="nearest",
-            extent=(0, end, end, 0),
+            extent=(0, across, across, 0),
             aspect="auto",
         )
+        axis.set(xlim=(0, end), ylim=(end, 0))  # the text may end within the last block
         first = cells[0]
         axis.set(title=f"{kind}: layer {first['layer']}, KV head {first['head']}")
         axis.set_xlabel("key position (tokens)")

@@ -136,7 +136,8 @@ def marginal_gain(observation: Observation, basis: str, seed: int, summary: list
     caption = (
         f"Entries are taken by falling score. C(K) is the share of positions at most {RADIUS} away from one of the K "
         f"taken; drawn is C(K+{step}) − C(K), mean over heads, with the 10th to 90th percentile of heads as a band. "
-        f"The control permutes the positions of the scores ({CURVES} permutations). {basis}"
+        f"The control permutes the positions of the scores, the same way in all heads ({CURVES} permutations); its "
+        f"mean and band are those of all heads of all permutations together. {basis}"
     )
     return Table("marginal_gain", "Coverage gained by the next entries of a ranking", caption, rows)
 
@@ -271,6 +272,7 @@ def attention(observation: Observation, basis: str, seed: int, summary: list[Row
                         "head": head,
                         "query": query * observation.block,
                         "key": key * observation.block,
+                        "queries": min(observation.block, observation.tokens - query * observation.block),
                         "share": shares[query, key].item(),
                     }
                 )
