@@ -1,4 +1,5 @@
 import os
+import resource
 
 import pytest
 import torch
@@ -72,3 +73,14 @@ def test_bad_files(tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"not at all")
     with pytest.raises(ValueError, match="not a safetensors file"):
         artefacts.read(tmp_path / "bad.safetensors")
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # stands for a disk that fills up
+    try:
+        with pytest.raises(OSError, match=r"x\.safetensors' could not be written: .*too large"):
+            artefacts.write(tmp_path / "x.safetensors", {"a": torch.ones(10_000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

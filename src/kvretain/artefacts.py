@@ -66,8 +66,10 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
 
     Raises:
         ImportError: safetensors is not installed.
+        OSError: the file cannot be written; names it.
     """
     require("safetensors")
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path).expanduser()
@@ -78,6 +80,9 @@ def write(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
         os.chmod(part, 0o666 & ~_umask())
         os.replace(part, path)
+    except SafetensorError as error:  # a full disk, say
+        os.unlink(part)
+        raise OSError(f"{str(path)!r} could not be written: {error}") from None
     except BaseException:
         os.unlink(part)
         raise
@@ -103,6 +108,16 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{str(path)!r} is not a safetensors file: {error}") from None
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as safetensors do: 8 bytes that say how long the header is, then the header, JSON.
+
+    No pickle of torch's does: the 9th byte of a zip file is the low byte of its compression method, that of torch's
+    older format belongs to a fixed number.
+    """
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
 
 
 def _umask() -> int:

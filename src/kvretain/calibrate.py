@@ -334,7 +334,7 @@ def load(path: str | Path) -> Calibration:
     state = path.stat()
     stamp = state.st_mtime_ns, state.st_size
     if path not in _loaded or _loaded[path][0] != stamp:
-        read = (_read_own if path.suffix == ".safetensors" else _read_published)(path)
+        read = (_read_own if artefacts.is_safetensors(path) else _read_published)(path)
         for name in ("mean", "absolute", "length", "frequencies"):
             for index, part in sorted(getattr(read, name).items()):
                 if not part.isfinite().all():
@@ -366,7 +366,8 @@ def _read_own(path: Path) -> Calibration:
 def _read_published(path: Path) -> Calibration:
     wrong = f"{str(path)!r} is neither a calibration of `kvretain calibrate` nor a file of statistics from TriAttention"
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:  # of some names, torch would read safetensors
+            found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError(
             f"{wrong}: it is no file of plain tensors, and nothing else is read (code could run)"

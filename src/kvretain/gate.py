@@ -229,22 +229,12 @@ def load(path: str | Path) -> Gate:
 @lru_cache(maxsize=2)
 def _load(path: Path, changed: int, size: int) -> Gate:
     source = f"the gate {str(path)!r}"
-    if not _is_safetensors(path):
+    if not artefacts.is_safetensors(path):
         return Gate(_layers(_published(path), source), {}, source)
     tensors, metadata = artefacts.read(path)
     if metadata.get("kind") != "gate":
         raise ValueError(f"{str(path)!r} is not a gate: its metadata says {metadata.get('kind', 'nothing')!r}")
     return Gate(_layers(_by_layer(tensors, source), source), metadata, source)
-
-
-def _is_safetensors(path: Path) -> bool:
-    """Whether a file begins as safetensors do: 8 bytes that say how long the header is, then the header, JSON.
-
-    No pickle of torch's does: the 9th byte of a zip file is the low byte of its compression method, that of torch's
-    older format belongs to a fixed number.
-    """
-    with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"
 
 
 def _by_layer(tensors: Mapping[str, Tensor], source: str) -> list[dict[str, Tensor]]:

@@ -74,8 +74,6 @@ def calibrate(
             check_place(plot.with_suffix(".csv"), "--plot")
         if path is not None:
             path = path.expanduser()
-            if path.suffix != ".safetensors":  # by which a calibration is told from a published file of statistics
-                raise ValueError(f"--out {path}: a calibration is a .safetensors file")
             check_place(path)
         else:
             check_place(models.cache_root() / "calibration", "kvretain's cache folder", folder=True)
