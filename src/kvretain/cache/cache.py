@@ -117,7 +117,7 @@ class RetentionCache(Cache, tap.Follower):
         if storage is not None and policy.ragged:
             raise ValueError(
                 f"the policy {str(policy)!r} keeps unequal numbers of entries, which storage={storage!r} cannot hold: "
-                "choose the scope head, layer, model or aligned"
+                "choose the scope head, layer, model or aligned, with equal budgets for all layers"
             )
         kind: Any = RaggedLayer if policy.ragged else RetentionLayer
         if storage is not None:
@@ -254,6 +254,12 @@ class RetentionCache(Cache, tap.Follower):
         if missed or any(layer.seen != session.columns.seen for layer in layers):
             if not missed:
                 raise ValueError("not every layer of the model has updated the cache in this pass; call reset()")
+            attention = str(self._attachment.decoder.config._attn_implementation)
+            if not attention.startswith(tap.PREFIX):
+                raise ValueError(
+                    f"the attention implementation was changed to {attention} after this cache was made, and its "
+                    f"policy {str(self.policy)!r} observes nothing now: make the cache after set_attn_implementation"
+                )
             raise ValueError(
                 f"{type(self._attachment.decoder).__name__} did not pass the cached keys of every layer to its "
                 f"attention function, so the policy {str(self.policy)!r} cannot serve it; choose one without needs "

@@ -70,6 +70,22 @@ def check_fits(policy: Policy, decoder: Any) -> None:
         )
 
 
+def dropping(decoder: Any, columns: int) -> str | None:
+    """What to say of a pass of ``columns`` tokens without a cache, if ``generate`` has dropped the user's; or None."""
+    kind, most = decoder.config.model_type, getattr(decoder.config, "original_max_position_embeddings", None)
+    if kind not in DROPPING or most is None or columns <= most:
+        return None
+    return (
+        f"{kind} models: a pass of {columns} tokens ran without the RetentionCache that was made for the model. Their "
+        f"generate() drops any cache when a text passes {most} tokens (original_max_position_embeddings), and goes on "
+        "without a budget. Give a longer prompt to model(...) with the cache first, and generate from there"
+    )
+
+
+DROPPING = ("phi3", "phimoe")
+"""Model types whose ``prepare_inputs_for_generation`` leaves the cache out where their rotation changes."""
+
+
 def cache_argument(model: Any) -> str:
     """The name under which ``model.forward`` takes a cache: transformers renamed it between releases."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

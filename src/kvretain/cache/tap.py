@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -126,36 +127,53 @@ def _find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Follower | None:
     return next((value for value in (*kwargs.values(), *args) if isinstance(value, Follower)), None)
 
 
-def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    cache = _find(args, kwargs)
-    if cache is None:
-        return None
-    inputs = next(
-        (kwargs[k] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None), args[0] if args else None
-    )
-    if inputs is None:
-        return None  # the model's own error is the clear one
-    positional = "attention_mask" not in kwargs and len(args) > 1
-    given = args[1] if positional else kwargs.get("attention_mask")
-    mask = cache.begin_pass(decoder, inputs, given, kwargs.get("position_ids"))
-    if mask is given:
-        return None
-    if positional:
-        return (args[0], mask, *args[2:]), kwargs
-    return args, {**kwargs, "attention_mask": mask}
+class _Hooks:
+    """What is called around the passes of one decoder.
 
+    A model that is copied or pickled takes its hooks along. The copy is another model, which no cache was made for: its
+    hooks are idle, and a cache made for it puts its own beside them.
+    """
 
-def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = _find(args, kwargs)
-    if cache is not None:
-        cache.end_pass()
+    def __init__(self, idle: bool = False) -> None:
+        self.idle = idle
+        self.warned = False
 
+    def __reduce__(self) -> tuple[type[_Hooks], tuple[bool]]:
+        return _Hooks, (True,)
 
-def _entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = _find(args, kwargs)
-    if cache is not None:
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        cache.enter_attention(module.layer_idx, hidden.detach())  # type: ignore[arg-type]
+    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if self.idle:
+            return None
+        inputs = next(
+            (kwargs[k] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None), args[0] if args else None
+        )
+        if inputs is None:
+            return None  # the model's own error is the clear one
+        cache = _find(args, kwargs)
+        if cache is None:
+            if not self.warned and (words := support.dropping(decoder, inputs.shape[1])):
+                self.warned = True
+                warnings.warn(words, stacklevel=2)
+            return None
+        positional = "attention_mask" not in kwargs and len(args) > 1
+        given = args[1] if positional else kwargs.get("attention_mask")
+        mask = cache.begin_pass(decoder, inputs, given, kwargs.get("position_ids"))
+        if mask is given:
+            return None
+        if positional:
+            return (args[0], mask, *args[2:]), kwargs
+        return args, {**kwargs, "attention_mask": mask}
+
+    def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = None if self.idle else _find(args, kwargs)
+        if cache is not None:
+            cache.end_pass()
+
+    def entering(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = None if self.idle else _find(args, kwargs)
+        if cache is not None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            cache.enter_attention(module.layer_idx, hidden.detach())  # type: ignore[arg-type]
 
 
 class Attachment:
@@ -168,9 +186,10 @@ class Attachment:
         self.hidden = 0
         self._base = ""
         self._entering: list[Any] = []
+        self._hooks = _Hooks()
         self._handles = (
-            decoder.register_forward_pre_hook(_before, with_kwargs=True),
-            decoder.register_forward_hook(_after, with_kwargs=True),
+            decoder.register_forward_pre_hook(self._hooks.before, with_kwargs=True),
+            decoder.register_forward_hook(self._hooks.after, with_kwargs=True),
         )
 
     def acquire(self, policy: Policy) -> None:
@@ -179,12 +198,16 @@ class Attachment:
         with _lock:
             if hidden and not self.hidden:
                 modules = support.attentions_of(self.decoder).values()
-                self._entering = [m.register_forward_pre_hook(_entering, with_kwargs=True) for m in modules]
+                entering = self._hooks.entering
+                self._entering = [m.register_forward_pre_hook(entering, with_kwargs=True) for m in modules]
             self.hidden += hidden
             self.caches += 1
             current = str(self.decoder.config._attn_implementation)
+            if tapped and not self.tapped and current.startswith(PREFIX):  # a copy of a tapped model
+                self._base = current.removeprefix(PREFIX)
+                _registered(self._base)
             # Not tapped yet, or changed by the user since.
-            if tapped and not current.startswith(PREFIX):
+            elif tapped and not current.startswith(PREFIX):
                 self._base = current
                 self.decoder.set_attn_implementation(_registered(self._base))
             self.tapped += tapped
