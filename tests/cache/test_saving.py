@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from kvretain import RetentionCache, artefacts
+from kvretain import Policy, RetentionCache, artefacts, scorers
 from kvretain.calibrate import calibrate
+from kvretain.integrations.kvpress import from_press
 
 from .models import build, distinct, forward, left_padded, model, tokens
 
@@ -94,3 +98,43 @@ def test_other_weights_other_files_and_damage(llama, tmp_path):
     del tensors["layers.0.parts.0"]
     with pytest.raises(ValueError, match="is damaged"):
         RetentionCache.load(artefacts.write(tmp_path / "damaged", tensors, about), llama)
+
+
+class Press:
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return -keys.norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class Own(scorers["knorm"]):
+    """Not registered, unless a test does it."""
+
+    weights: tuple = ()
+
+
+def test_a_policy_that_cannot_be_read_back_is_refused_before_anything_is_written(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(scorers, "_items", dict(scorers._items))
+
+    def saved(scorer):
+        cache = RetentionCache.for_model(llama, Policy(scorer), budget=8)
+        forward(llama, tokens(1, 1, 20), cache)
+        return cache.save(tmp_path / "cache.safetensors")
+
+    for scorer in (Own(), from_press(Press())):
+        with pytest.raises(ValueError, match=rf"{type(scorer).__name__}.* cannot be written .* registered"):
+            saved(scorer)
+    scorers.register("own")(Own)
+    with pytest.raises(ValueError, match=r"cannot be written .* plain values"):
+        saved(Own(weights=(1j,)))
+    assert not list(tmp_path.iterdir())
+    path = saved(Own(weights=(1, 2)))
+    assert RetentionCache.load(path, llama).policy == Policy(Own(weights=(1, 2)))
+
+
+def test_a_model_in_another_dtype_is_refused(llama, tmp_path):
+    cache = RetentionCache.for_model(llama, "knorm", budget=8)
+    forward(llama, tokens(1, 1, 20), cache)
+    path = cache.save(tmp_path / "cache.safetensors")
+    half = copy.deepcopy(llama).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"with a model in float32, and this one is in bfloat16.*dtype='float32'"):
+        RetentionCache.load(path, half)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -39,6 +40,7 @@ _TYPES = {
 def save(cache: RetentionCache, path: str | Path) -> Path:
     """See :meth:`RetentionCache.save <kvretain.cache.cache.RetentionCache.save>`."""
     session = cache._session
+    policy = _written(cache.policy)
     if session.plan is not None:
         raise ValueError("the last forward pass with this cache did not finish; call reset() before saving it")
     tensors: dict[str, Tensor] = {}
@@ -64,7 +66,8 @@ def save(cache: RetentionCache, path: str | Path) -> Path:
     about = {
         "format": FORMAT,
         "weights": artefacts.fingerprint(cache._attachment.decoder),
-        "policy": json.dumps(cache.policy.to_dict()),
+        "dtype": _dtype(cache._attachment.decoder),
+        "policy": policy,
         "storage": json.dumps(cache.storage),
         "budget": json.dumps(None if session.budget is None else dataclasses.asdict(session.budget)),
         "state": json.dumps(state),
@@ -88,6 +91,12 @@ def load(cls: type[RetentionCache], path: str | Path, model: Any) -> RetentionCa
     cache = cls.for_model(
         model, Policy.from_dict(json.loads(about["policy"])), storage=json.loads(about["storage"]), **limit
     )
+    own = _dtype(cache._attachment.decoder)
+    if (saved := about.get("dtype", own)) != own:
+        raise ValueError(
+            f"{str(path)!r} was saved with a model in {saved}, and this one is in {own}, so that it cannot go on from "
+            f"those entries: load the model with dtype={saved!r}"
+        )
     state, session = json.loads(about["state"]), cache._session
     where = model.device
     try:
@@ -120,6 +129,22 @@ def load(cls: type[RetentionCache], path: str | Path, model: Any) -> RetentionCa
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, IndexError) as error:
         raise ValueError(f"the saved cache {str(path)!r} is damaged: {type(error).__name__} {error}") from error
     return cache
+
+
+def _written(policy: Policy) -> str:
+    """``policy`` as JSON, from which the same one can be read."""
+    with contextlib.suppress(TypeError, ValueError):
+        text = json.dumps(policy.to_dict())
+        if Policy.from_dict(json.loads(text)) == policy:
+            return text
+    raise ValueError(
+        f"the policy {str(policy)!r} cannot be written as text and read back, so its cache cannot be saved: each part "
+        "must be registered, as in @scorers.register('name'), and its arguments plain values"
+    )
+
+
+def _dtype(decoder: Any) -> str:
+    return str(decoder.dtype).removeprefix("torch.")
 
 
 def _fill(target: Any, state: dict[str, Any], tensors: dict[str, Tensor], where: Any, skipped: tuple = ()) -> None:
