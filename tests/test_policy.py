@@ -6,8 +6,11 @@ import json
 import pytest
 
 from kvretain import Policy, mergers, policy, presets, refiners, scorers, selectors
-from kvretain.refine import Hub
-from kvretain.scores import KeyDiff, SnapKV
+from kvretain.merge import Merger
+from kvretain.refine import Hub, Refiner
+from kvretain.scores import KeyDiff, KNorm, Scorer, SnapKV
+from kvretain.scores.base import NEEDS
+from kvretain.select import Selector
 
 TEXTS = [
     *presets,
@@ -18,6 +21,9 @@ TEXTS = [
     "tova@head",
     "tova+hub@head",
     "random(seed=7)/topk@layer",
+    "trig(calibration='a (copy).pt')",
+    "trig(calibration='((a).pt')@layer",
+    'trig(calibration="it\'s )(.pt")+hub',
 ]
 
 
@@ -77,6 +83,14 @@ def test_no_field_takes_what_is_not_finite(registry, value):
         ("snapkv(window=0)", ["window", "at least 1"]),
         ("snapkv(8)", ["arguments of 'snapkv' are named"]),
         ("snapkv(window=)", ["cannot read the arguments"]),
+        ("snapkv(window=16", ["cannot read '(window=16': the ')' that closes it is missing"]),
+        ("snapkv(window=16+hub", ["the ')' that closes it is missing"]),
+        ("snapkv+hub(weight_clip=(0.9, 1.1)", ["the ')' that closes it is missing"]),
+        ("knorm@layer(combine='mean'", ["the ')' that closes it is missing"]),
+        ("snapkv(window=16))", ["cannot read ')'; the form is"]),
+        ("trig(calibration='(')(", ["cannot read '(': the ')'"]),
+        ("snapkv(window=8, window=9)", ["'snapkv' takes window once, but it is given 2 times"]),
+        ("knorm@layer(combine='mean', combine='mean')", ["'layer' takes combine once"]),
         ("snapkv(window=__import__('os'))", ["policy"]),
         ("snapkv+", ["cannot read '+'"]),
         ("", ["scorer[+refiner][/selector][~merger][@scope]"]),
@@ -109,6 +123,79 @@ def test_bad_texts_are_quoted_and_the_valid_names_listed(text, words):
 def test_bad_dicts(flat):
     with pytest.raises(ValueError):
         Policy.from_dict(flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking(Scorer):
+    """Asks for what a test says."""
+
+    asked: object = frozenset()
+    last: object = 0
+
+    needs = property(lambda self: self.asked)
+    window = property(lambda self: self.last)
+
+    def score(self, view):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("scope", ["head", "layer"])
+@pytest.mark.parametrize(
+    ("scorer", "words"),
+    [
+        (Asking(frozenset({"query"})), "unknown need 'query'; valid: attention, .*queries"),
+        (Asking(frozenset({"queries", "x"}), 8), "unknown need 'x'"),
+        (Asking("queries"), "needs is a set, such as .*, not 'queries'"),
+        (Asking({"queries"}), "'Asking' needs queries, .* its window must be .* at least 1 .* not 0"),
+        (Asking({"queries"}, None), "not None"),
+        (Asking({"queries"}, 2.0), "not 2.0"),
+        (SnapKV, "a policy's scorer is a Scorer, not <class"),
+        ("snapkv", "not 'snapkv'; Policy.parse reads texts"),
+    ],
+)
+def test_a_scorer_that_cannot_be_served_is_no_policy(scorer, words, scope):
+    with pytest.raises(ValueError, match=words):
+        Policy(scorer, scope=scope)
+
+
+def test_what_scorers_may_need():
+    for need in NEEDS:
+        assert Policy(Asking({need}, 1)).needs == {need}
+    for text in presets:
+        assert Policy.parse(text).needs <= NEEDS
+
+
+@pytest.mark.parametrize("kind", ["refiner", "selector", "merger"])
+def test_parts_of_another_kind(kind):
+    with pytest.raises(ValueError, match=f"a policy's {kind} is a {kind.capitalize()}, not KNorm"):
+        Policy(KNorm(), **{kind: KNorm()})
+
+
+BASES = {scorers: Scorer, refiners: Refiner, selectors: Selector, mergers: Merger}
+
+
+@pytest.mark.parametrize("registry", BASES, ids=lambda r: r.kind)
+def test_only_frozen_dataclasses_are_registered_or_used(registry, monkeypatch):
+    monkeypatch.setattr(registry, "_items", dict(registry._items))
+
+    class Plain(BASES[registry]):
+        def score(self, view): ...
+
+        def refine(self, scores, ratio, *, positions, protected): ...
+
+        def select(self, scores, keep, *, protected, positions=None, values=None): ...
+
+        def merge(self, keys, values, index, positions): ...
+
+    plain = Plain()
+    for cls in (Plain, dataclasses.dataclass(Plain)):
+        with pytest.raises(ValueError, match=f"{registry.kind} 'own': the class .*Plain is no frozen dataclass"):
+            registry.register("own")(cls)
+    del Plain.__dataclass_fields__
+    given = {"scorer": KNorm(), registry.kind: plain}
+    with pytest.raises(ValueError, match=r"Plain is no frozen dataclass.*@dataclass\(frozen=True\)"):
+        Policy(**given)
+    assert "own" not in registry
 
 
 @pytest.mark.parametrize("registry", [scorers, refiners, selectors], ids=lambda r: r.kind)

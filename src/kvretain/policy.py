@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 from .checks import between
 from .merge import Merger, mergers
 from .refine import Refiner, refiners
-from .registry import Registry
+from .registry import Registry, check_dataclass
 from .scores import Scorer, scorers
+from .scores.base import NEEDS
 from .select import Selector, selectors
 from .select.scope import COMBINE
 
@@ -51,7 +52,11 @@ PER_ENTRY = frozenset({"attention", "replay", "hidden"})
 
 _FORM = "scorer[+refiner][/selector][~merger][@scope]"
 
-_PART = re.compile(r"\s*([+/~@]?)\s*([A-Za-z_][\w-]*)\s*(\((?:[^()]|\([^()]*\))*\))?\s*")
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+
+_INNER = rf"""[^()'"]|{_QUOTED}"""
+
+_PART = re.compile(rf"\s*([+/~@]?)\s*([A-Za-z_][\w-]*)\s*(\((?:{_INNER}|\((?:{_INNER})*\))*\))?\s*")
 
 C = TypeVar("C")
 
@@ -83,7 +88,8 @@ class Policy:
         layers: ``equal`` budgets for all layers, or a ``pyramid`` (PyramidKV, arXiv 2406.02069) of steepness ``beta``.
 
     Raises:
-        ValueError: an unknown name, argument or scope; the message lists the valid ones.
+        ValueError: an unknown name, argument, scope or need, with the valid ones; parts that do not go together; a part
+            that is no frozen dataclass; or a scorer that needs queries and does not say how many.
     """
 
     scorer: Scorer | None
@@ -97,6 +103,7 @@ class Policy:
     beta: float = 20.0
 
     def __post_init__(self) -> None:
+        self._check_parts()
         if self.scope not in SCOPES:
             raise ValueError(f"unknown scope {self.scope!r}; valid: {', '.join(SCOPES)}")
         if self.combine not in COMBINE:
@@ -129,6 +136,28 @@ class Policy:
             raise ValueError(
                 "a scorer that accumulates attention needs equal numbers of entries, which the scope "
                 f"{self.scope!r}{' with a pyramid' if self.layers != 'equal' else ''} does not give"
+            )
+
+    def _check_parts(self) -> None:
+        for kind, base in (("scorer", Scorer), ("refiner", Refiner), ("selector", Selector), ("merger", Merger)):
+            part = getattr(self, kind)
+            if part is None and kind != "selector":
+                continue
+            if not isinstance(part, base):
+                raise ValueError(f"a policy's {kind} is a {base.__name__}, not {part!r}; Policy.parse reads texts")
+            check_dataclass(kind, type(part))
+        if self.scorer is None:
+            return
+        name, needs = scorers.name_of(self.scorer), self.needs
+        if not isinstance(needs, frozenset | set):
+            raise ValueError(f"scorer {name!r}: needs is a set, such as frozenset({{'queries'}}), not {needs!r}")
+        if unknown := sorted(map(repr, needs - NEEDS)):
+            raise ValueError(f"scorer {name!r} has an unknown need {unknown[0]}; valid: {', '.join(sorted(NEEDS))}")
+        window = self.scorer.window
+        if "queries" in needs and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise ValueError(
+                f"scorer {name!r} needs queries, and does not say how many: its window must be a whole number of at "
+                f"least 1 (a field, or a property), not {window!r}"
             )
 
     @property
@@ -197,6 +226,9 @@ class Policy:
             if match and match[1] == mark:
                 parts[mark] = (match[2], _arguments(match[3] or "", match[2]))
                 at = match.end()
+        rest = re.sub(_QUOTED, "", text[at:])
+        if rest.startswith("(") and rest.count("(") > rest.count(")"):
+            raise ValueError(f"cannot read {text[at:]!r}: the ')' that closes it is missing")
         if at != len(text) or "" not in parts:
             raise ValueError(f"cannot read {text[at:]!r}; the form is {_FORM}")
         scorer_name, scorer_args = parts[""]
@@ -294,6 +326,9 @@ def _arguments(text: str, owner: str) -> dict[str, Any]:
         assert isinstance(call, ast.Call)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError(f"arguments of {owner!r} are named, e.g. {owner}(name=value)")
+        names = [str(keyword.arg) for keyword in call.keywords]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{owner!r} takes {twice[0]} once, but it is given {names.count(twice[0])} times")
         return {str(keyword.arg): _literal(owner, keyword) for keyword in call.keywords}
     except SyntaxError:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -16,9 +17,14 @@ class Registry(Generic[T]):
         self._items: dict[str, type[T]] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator: make the class reachable under ``name`` in policy texts."""
+        """Class decorator: make the class reachable under ``name`` in policy texts.
+
+        Raises:
+            ValueError: the name is taken, or the class is no frozen dataclass.
+        """
 
         def add(cls: type[T]) -> type[T]:
+            check_dataclass(f"{self.kind} {name!r}", cls)
             if name in self._items:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._items[name].__qualname__}")
             self._items[name] = cls
@@ -40,3 +46,12 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._items))
+
+
+def check_dataclass(owner: str, cls: type) -> None:
+    """Raise ``ValueError`` unless ``cls`` is a frozen dataclass: policies compare, hash and write down its fields."""
+    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{owner}: the class {cls.__qualname__} is no frozen dataclass, from which policies read its arguments: "
+            "put @dataclass(frozen=True) on it, directly above `class`"
+        )

@@ -11,6 +11,9 @@ from torch import Tensor
 from ..cache.view import CacheView
 from ..registry import Registry
 
+NEEDS = frozenset({"queries", "attention", "replay", "norms", "moments", "pairs", "calibration", "hidden"})
+"""What a scorer can ask for, see :attr:`Scorer.needs`."""
+
 
 class Scorer(ABC):
     """How useful is each entry? A pure function of a :class:`~kvretain.cache.view.CacheView`.
@@ -47,7 +50,7 @@ class Scorer(ABC):
 
     @property
     def window(self) -> int:
-        """Queries that :meth:`score` reads (0 unless ``needs`` names ``"queries"``)."""
+        """Queries that :meth:`score` reads: at least 1 if ``needs`` names ``"queries"``, else 0."""
         return 0
 
     def recent(self, budget: int) -> int:
