@@ -156,14 +156,17 @@ def _scores(policy: Policy, view: CacheView) -> Tensor:
     with torch.autocast(view.keys.device.type, enabled=False):
         scores = policy.scorer.score(view)
     name = scorers.name_of(policy.scorer)
-    if scores.shape != view.positions.shape or scores.dtype != torch.float32:
+    is_tensor = isinstance(scores, Tensor)
+    if not is_tensor or scores.shape != view.positions.shape or scores.dtype != torch.float32:
+        given = f"{tuple(scores.shape)} {scores.dtype}" if is_tensor else type(scores).__name__
         raise ValueError(
-            f"scorer {name!r} returned {tuple(scores.shape)} {scores.dtype} at layer {view.layer}; "
+            f"scorer {name!r} returned {given} at layer {view.layer}; "
             f"expected {tuple(view.positions.shape)} torch.float32"
         )
     if not torch.where(view.valid, scores, 0).isfinite().all():
         raise ValueError(
-            f"scorer {name!r} gave NaN or infinite scores at layer {view.layer}; check the model's keys for NaN"
+            f"scorer {name!r} gave NaN or infinite scores at layer {view.layer}; "
+            "check the scorer, or the model's keys, for NaN"
         )
     return scores
 

@@ -234,13 +234,32 @@ def test_scores_that_are_not_finite_name_scorer_and_layer(llama, bad) -> None:
     name = f"broken_{bad}"
     scorers.register(name)(Broken)
     cache = make(llama, Policy(Broken()), budget=8)
-    with refuses(name, "layer 1", "nan|inf"):
+    with refuses(name, "layer 1", "nan|inf", "check the scorer, or the model's keys"):
         forward(llama, tokens(1, 1, 20), cache)
     with refuses("reset"):  # half of the layers have stored the pass
         forward(llama, tokens(1, 1, 1), cache)
     cache.reset()
     forward(llama, tokens(1, 1, 8), cache)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda view: None, "returned NoneType"),
+        (lambda view: view.positions.tolist(), "returned list"),
+        (lambda view: view.positions, r"returned \(1, 2, 20\) torch.int64"),
+        (lambda view: torch.zeros(1, 20), r"returned \(1, 20\) torch.float32"),
+    ],
+)
+def test_scores_that_are_no_scores_name_scorer_and_layer(llama, answer, words) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(scorers["knorm"]):
+        def score(self, view):
+            return answer(view)
+
+    with refuses("scorer 'Wrong'", words, "at layer 0", r"expected \(1, 2, 20\) torch.float32"):
+        forward(llama, tokens(1, 1, 20), make(llama, Policy(Wrong()), budget=8))
 
 
 @pytest.mark.parametrize("refiner", ["hub", "smd", "nms", "smooth"])
