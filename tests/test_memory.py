@@ -44,6 +44,12 @@ def test_bytes_are_those_of_real_caches(kind, changes, dtype):
     assert layers.weights == sum(t.numel() * t.element_size() for t in model.parameters())
 
 
+def test_full_keeps_everything_whatever_the_budget():
+    layers = Layers((64, 64), (), 0, 1000)
+    [full] = needs(layers, CONTEXT, [12, 20], policy="full")
+    assert full == needs(layers, CONTEXT, [12])[0]
+
+
 def test_a_recurrent_state_does_not_grow():
     from transformers import Qwen3NextConfig
 

@@ -107,7 +107,7 @@ def needs(
     Args:
         layers: see :func:`layers_of`.
         context: tokens seen, prompt and answer together; for the peak, all of them are the prompt.
-        budgets: entries kept per head.
+        budgets: entries kept per head; ``full`` keeps everything, so of it there is the full cache's need alone.
         policy: one that chooses for all layers together (``@model``, ``/diverse@model``, ...) evicts after the last
             layer, and so holds all of the prompt at the peak; others hold one layer of it. One that repeats what it has
             read (``kvzip``) holds the repetition, too. Where heads or layers keep unequal numbers of entries, one layer
@@ -141,7 +141,7 @@ def needs(
     # Appending to one layer of a full cache holds that layer twice.
     full = bounded + context * (total + largest)
     found = [Need(None, bounded + context * total, full, fits(full))]
-    for budget in budgets:
+    for budget in budgets if policy.scorer is not None else ():
         stays, slots = min(budget, context), budget + every
         passing = min(stays + step, context) if step < context else context
         again = repeated(passing)

@@ -38,6 +38,13 @@ def test_table(checkpoint):
     assert "budget 4,096" in result.stdout and "passes of 256 tokens" in " ".join(result.stdout.split())
 
 
+def test_full_has_one_row(checkpoint):
+    [row] = json.loads(run("-m", checkpoint, "-p", "full", "-b", 64, "--json").stdout)["per_sequence"]
+    assert row["budget"] is None
+    printed = " ".join(run("-m", checkpoint, "-p", "full", "-b", 64).stdout.split())
+    assert "keeps everything, whatever the budget" in printed and "budget 64" not in printed
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

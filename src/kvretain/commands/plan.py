@@ -100,9 +100,12 @@ def plan(
     kinds += [f"{len(layers.sliding)} sliding ones"] if layers.sliding else []
     kinds += [f"{show_size(layers.constant)} of recurrent state"] if layers.constant else []
     passes = "one pass" if chunk is None else f"passes of {chunk:,} tokens"
+    stored = f"A budget stores budget + {every} entries per head; the peak is that of a prefill in {passes}, or of an "
+    stored += "eviction."
+    if len(rows) == 1:
+        stored = f"'full' keeps everything, whatever the budget; the peak is that of a prefill in {passes}."
     out.print(
-        f"{', '.join(kinds)}; weights {show_size(layers.weights)}. A budget stores budget + {every} entries per head; "
-        f"the peak is that of a prefill in {passes}, or of an eviction. Activations are not counted.",
+        f"{', '.join(kinds)}; weights {show_size(layers.weights)}. {stored} Activations are not counted.",
         style="dim",
         highlight=False,
     )
