@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvretain import models
 from kvretain.commands import app
-from kvretain.commands.shared import check_place, clear_errors
+from kvretain.commands.shared import check_device, check_place, clear_errors
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,53 @@ def test_folders_that_no_model_is_loaded_for(tmp_path):
     result = run("study", "init", plan, "--out", place)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: the study's folder {place} cannot be written: {place.parent} is not a folder\n"
+
+
+# Devices, and prompts that are protected
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "xla", ""])
+def test_a_device_that_is_not_there(device, checkpoint):
+    result = run("generate", "-m", checkpoint, "--prompt", "Hi", "-b", 8, "--device", device)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: --device {device}: torch finds no such device here, only cpu")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", "auto"])
+def test_devices_that_are_there(device):
+    check_device(device)
+
+
+LONG = "Off with her head! " * 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("generate", "--prompt", LONG, "-b", 16), "protected entries .* budget of 16"),
+        (("generate", "--prompt", LONG, "-b", "TOKENS", "--raw"), "fills the budget"),
+        (("view",), "1000 protected entries .* budget of 256"),
+        (("view", "--tokens", 40, "-b", 40, "--policies", "full,knorm"), "fills the budget of 40"),
+    ],
+)
+def test_a_prompt_that_the_budget_does_not_hold_is_refused_before_a_model_is_loaded(
+    arguments, words, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    tokens = len(models.load_tokenizer(checkpoint)(LONG.strip())["input_ids"])
+    monkeypatch.chdir(tmp_path)
+    result = run(*(tokens if a == "TOKENS" else a for a in arguments), "-m", checkpoint, "--protect-prompt")
+    assert result.exit_code == 2 and re.fullmatch(rf"error: [^\n]*{words}[^\n]*\n", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(("budget", "new"), [("MORE", 3), ("TOKENS", 1)])
+def test_a_protected_prompt_that_fits(budget, new, checkpoint):
+    tokens = len(models.load_tokenizer(checkpoint)(LONG.strip())["input_ids"])
+    size = tokens + (budget == "MORE")
+    arguments = "--prompt", LONG, "--raw", "-b", size, "--recent", 5, "--max-new-tokens", new, "--protect-prompt"
+    result = run("generate", "-m", checkpoint, *arguments)
+    assert result.exit_code == 0, result.output
 
 
 # Errors

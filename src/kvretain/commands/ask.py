@@ -35,6 +35,7 @@ from .shared import (
     app,
     check_budget,
     check_model,
+    check_protected,
     clear_errors,
     err,
     load,
@@ -44,7 +45,7 @@ from .shared import (
 )
 
 if TYPE_CHECKING:
-    from ..answer import Reply
+    from ..answer import Prompt, Reply
 
 
 @app.command(
@@ -189,8 +190,13 @@ def _answer(
         from ..cache import RetentionCache
 
         drawn = Sampling(**sampling)
+
+        def made(tokenizer: Any) -> Prompt:
+            return build_prompt(tokenizer, question, context=context, raw=raw)
+
+        check_protected([policy], model, lambda own: len(made(own)), passes["max_new_tokens"], **limits)
         llm, tokenizer = load(model, **place)
-        prompt = build_prompt(tokenizer, question, context=context, raw=raw)
+        prompt = made(tokenizer)
         note_length(llm, len(prompt) + passes["max_new_tokens"])
         cache = RetentionCache.for_model(llm, policy, **limits)
         columns = (TextColumn("prefill"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total} tokens"))

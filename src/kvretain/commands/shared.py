@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -185,6 +185,46 @@ def check_model(model: str, dtype: str | None) -> None:
         models.parse_dtype(dtype)
 
 
+def check_device(device: str | None) -> None:
+    """Raises ValueError for a device that torch does not know, or that this machine does not have."""
+    import torch
+
+    if device in (None, "auto"):
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError):  # an unknown name or number; a torch without that backend
+        found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        found += ["mps"] if torch.backends.mps.is_available() else []
+        if device in found or f"{device}:0" in found:
+            raise  # it is there, and does not work
+        raise ValueError(f"--device {device}: torch finds no such device here, only {', '.join(found)}") from None
+
+
+def check_protected(
+    policies: Iterable[str], model: str, count: Callable[[Any], int], new_tokens: int, **limits: Any
+) -> None:
+    """Raises ValueError if a protected prompt does not fit into the budget, before weights are loaded.
+
+    Args:
+        policies: all that will be used.
+        model: whose tokenizer is loaded, if the prompt is protected.
+        count: says how many tokens the prompt has, given the tokenizer.
+        new_tokens: most tokens to write after it.
+        limits: of :meth:`RetentionCache.for_model <kvretain.cache.cache.RetentionCache.for_model>`.
+    """
+    budget = limits["budget"]
+    scorers = [scorer for policy in policies if (scorer := Policy.parse(policy).scorer) is not None]
+    if not scorers or budget is None or not limits.get("protect_prompt"):
+        return
+    quiet()
+    tokens, limit = count(models.load_tokenizer(model)), Budget(limits.pop("budget"), **limits)
+    if tokens > budget:
+        limit.protection(budget, tokens, scorers[0])  # says so
+    if new_tokens > 1:
+        limit.check_prompt(tokens, budget)
+
+
 def print_json(value: Any) -> None:
     """Prints ``value`` to standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
@@ -198,13 +238,20 @@ def versions() -> dict[str, str]:
     return {"kvretain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def load(model: str, dtype: str | None, device: str | None, threads: int | None) -> tuple[Any, Any]:
-    """The model and its tokenizer, quietly."""
-    import torch
+def quiet() -> None:
+    """Has transformers print no progress and no warnings."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+
+
+def load(model: str, dtype: str | None, device: str | None, threads: int | None) -> tuple[Any, Any]:
+    """The model and its tokenizer, quietly."""
+    import torch
+
+    check_device(device)
+    quiet()
     if threads:
         torch.set_num_threads(threads)
     with err.status(f"loading {escape(model)}"):

@@ -31,6 +31,7 @@ from .shared import (
     check_budget,
     check_model,
     check_place,
+    check_protected,
     clear_errors,
     err,
     load,
@@ -113,8 +114,13 @@ def view(
 
         words = data.chapter() if text is None else read_text(text, "--text")
         title = "'A Mad Tea-Party' (Alice, chapter VII)" if text is None else Path(text).name
+
+        def read(tokenizer: Any) -> Any:
+            return tokenizer(words, return_tensors="pt")["input_ids"][:, :tokens]
+
+        check_protected(names, model, lambda own: read(own).shape[1], generate, **limits)
         llm, tokenizer = load(model, dtype, device, threads)
-        ids = tokenizer(words, return_tensors="pt")["input_ids"][:, :tokens]
+        ids = read(tokenizer)
         note_length(llm, ids.shape[1] + generate)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         runs = []
