@@ -64,12 +64,73 @@ MODELS: dict[str, tuple[str, str, dict, tuple[str, ...]]] = {
     ),
 }
 
+_FOUR = _SMALL | {"num_hidden_layers": 4}
+
+
+def _hybrid(state: str, **changes: object) -> dict:
+    return _FOUR | {"layer_types": [state, "full_attention"] * 2} | changes
+
+
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {"mamba_d_state": 8, "mamba_expand": 2}
+_MAMBA2 = _MAMBA | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+
+# As MODELS: every other layer carries a state instead of keys and values.
+HYBRIDS: dict[str, tuple[str, str, dict, tuple[str, ...]]] = {
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", _hybrid("conv"), ("sdpa", "eager")),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        _hybrid("linear_attention", **_DELTA, **_EXPERTS),
+        ("sdpa", "eager"),
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _hybrid("linear_attention", **_DELTA), ("sdpa", "eager")),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        _hybrid("linear_attention", **_MAMBA2, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48),
+        ("sdpa", "eager"),
+    ),
+    "bamba": (
+        "BambaConfig",
+        "BambaForCausalLM",
+        _FOUR | _MAMBA2 | {"attn_layer_indices": [1, 3]},
+        ("sdpa", "eager"),
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        _FOUR
+        | _MAMBA
+        | {
+            "mamba_dt_rank": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        ("sdpa", "eager"),
+    ),
+}
+
 
 def build(name: str, *, attention: str | None = None, dtype: torch.dtype = torch.float32, **changes: object):
     """A fresh model. ``changes`` are laid over its configuration."""
     import transformers
 
-    config_class, model_class, settings, attentions = MODELS[name]
+    config_class, model_class, settings, attentions = (MODELS | HYBRIDS)[name]
     config = getattr(transformers, config_class)(**(settings | changes))
     config._attn_implementation = attention or attentions[0]
     rng = torch.get_rng_state()

@@ -32,9 +32,25 @@ TINY = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_dt_rank": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "attn_layer_indices": [1],
 }
 HYBRID = ("cwm", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
-FAST = ("gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3")
+CONV = ("lfm2", "lfm2_moe")
+LINEAR = ("granitemoehybrid", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+FAST = ("gemma3_text", "gpt2", "gpt_oss", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
 
 def tiny(kind: str):
@@ -43,6 +59,8 @@ def tiny(kind: str):
     settings = {name: value for name, value in TINY.items() if hasattr(default, name)}
     if kind in HYBRID:
         settings |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    elif kind in CONV + LINEAR:
+        settings["layer_types"] = ["conv" if kind in CONV else "linear_attention", "full_attention"]
     elif hasattr(default, "sliding_window"):
         settings["sliding_window"] = None
     torch.manual_seed(0)
@@ -74,6 +92,26 @@ def test_a_model_whose_heads_share_values_fails_the_check(monkeypatch):
     monkeypatch.delitem(support.REFUSED, "diffllama")
     with pytest.raises(ValueError, match="diffllama models are not supported: after an eviction their logits differ"):
         support.verify(tiny("diffllama"))
+
+
+def test_opt_would_count_positions_among_stored_entries(monkeypatch):
+    """Why it is refused although it passes its check: rows that keep different numbers have their mask rewritten."""
+    net = tiny("opt")
+    with pytest.raises(ValueError, match="opt models are not supported: they count positions in the attention mask"):
+        RetentionCache.for_model(net, "knorm", budget=8)
+    monkeypatch.delitem(support.REFUSED, "opt")
+    ids, mask = torch.arange(3, 23)[None].repeat(2, 1), torch.ones(2, 21, dtype=torch.int64)
+    mask[1, :9] = 0
+    caches = [RetentionCache.for_model(net, "knorm", ratio=0.5) for _ in range(2)]
+    counted: list[torch.Tensor] = []
+    hook = net.model.decoder.embed_positions.register_forward_hook(lambda *call: counted.append(call[-1].clone()))
+    with torch.no_grad():
+        for cache, given in zip(caches, (None, torch.tensor([[20], [11]])), strict=True):
+            net(ids, attention_mask=mask[:, :20], past_key_values=cache)
+            net(ids[:, :1], attention_mask=mask, past_key_values=cache, position_ids=given)
+    hook.remove()
+    assert torch.equal(counted[1][0], counted[3][0]), "the row without padding is right"
+    assert not torch.equal(counted[1][1], counted[3][1])
 
 
 def test_a_type_that_cannot_run_the_check_is_refused_by_name():
