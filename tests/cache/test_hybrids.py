@@ -50,6 +50,10 @@ def states(cache) -> list[torch.Tensor]:
 def test_evicting_is_hiding_in_the_full_attention_layers(name, policy, situation):
     options, script = SCRIPTS[situation]
     net = model(name)
+    if policy == "kvzip" and (name == "jamba" or "padded" in situation):
+        with pytest.raises(ValueError, match="forget their states" if name == "jamba" else "rows of one length"):
+            play(net, RetentionCache.for_model(net, policy, **options), script)
+        return
     cache = RetentionCache.for_model(net, policy, **options)
     # Bamba counts positions anew in every pass if it is given none.
     steps = play(net, cache, script, pass_mask="padded" in situation or name == "bamba")
@@ -91,6 +95,21 @@ def test_a_copy_goes_its_own_way(name):
 
 
 @pytest.mark.parametrize("name", names(*FAST))
+def test_rows_are_chosen_with_their_states(name):
+    net, ids = model(name), tokens(1, 3, 31)
+    cache = RetentionCache.for_model(net, "knorm", budget=14, every=4)
+    read(net, cache, ids[:, :30])
+    one = copy.deepcopy(cache)
+    one.batch_select_indices(torch.tensor([2, 0]))
+    one.check_integrity()
+    whole = read(net, copy.deepcopy(cache), ids[:, 30:], 30)
+    assert torch.allclose(read(net, one, ids[[2, 0], 30:], 30), whole[[2, 0]], atol=1e-5)
+    cache.batch_repeat_interleave(2)
+    twice = ids[:, 30:].repeat_interleave(2, 0)
+    assert torch.allclose(read(net, cache, twice, 30), whole.repeat_interleave(2, 0), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", names(*FAST))
 def test_a_reset_cache_is_a_new_one(name):
     net, ids = model(name), tokens(2, 2, 20)
     used, new = (RetentionCache.for_model(net, "knorm", budget=14, every=4) for _ in range(2))
@@ -101,7 +120,7 @@ def test_a_reset_cache_is_a_new_one(name):
         assert torch.equal(read(net, used, ids[:, start:stop], start), read(net, new, ids[:, start:stop], start))
 
 
-@pytest.mark.parametrize("name", names(*FAST))
+@pytest.mark.parametrize("name", names(*FAST, without=("jamba",)))
 def test_a_replay_leaves_the_states_as_they_were(name):
     net, ids = model(name), tokens(1, 1, 30)
     replayed, plain = (RetentionCache.for_model(net, policy, budget=14) for policy in ("kvzip(chunk=8)", "knorm"))
@@ -138,8 +157,6 @@ def test_what_a_state_cannot_do_is_refused(tmp_path):
     for work, message in (
         (lambda: cache.crop(-1), "cannot crop: layer 0, a LinearAttentionLayer"),
         (lambda: cache.save(tmp_path / "cache"), "LinearAttentionLayer, whose state cannot be saved"),
-        (lambda: cache.batch_select_indices(torch.tensor([0])), "rows of a LinearAttentionLayer cannot be selected"),
-        (lambda: cache.batch_repeat_interleave(2), "rows of a LinearAttentionLayer cannot be selected"),
         (lambda: CompiledDecoding(net, cache), "cannot decode compiled: it has a LinearAttentionLayer"),
         (lambda: RetentionCache.for_model(net, "kvzip-plus", budget=14), "cannot be told which modules attend"),
         (lambda: RetentionCache.for_model(net, "expected", budget=14), "qwen3_next models: .* rotary positions"),

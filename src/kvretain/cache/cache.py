@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from transformers.masking_utils import create_masks_for_generate
 
 from ..gate import LayerGate, gate_for
@@ -220,6 +220,7 @@ class RetentionCache(Cache, tap.Follower):
             replays = "replay" in self.policy.needs
             if replays:
                 self._unscored.check(inputs)
+                self._check_states(mask)
             slots = self._session.begin(columns, batch, mask)
             if replays:
                 self._unscored.add(inputs)
@@ -230,6 +231,16 @@ class RetentionCache(Cache, tap.Follower):
         masks = create_masks_for_generate(config, embeds, mask, self, position_ids)
         masks["full_attention"] = create_masks_for_generate(config, embeds, slots, self, position_ids)["full_attention"]
         return masks
+
+    def _check_states(self, mask: Any) -> None:
+        """Refuses a replay where padding would stand amid the tokens that a layer's state reads."""
+        padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
+        states = [type(layer).__name__ for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        if padded and states:
+            raise ValueError(
+                f"the policy {str(self.policy)!r} reads the text a second time, and with it the padding of this batch, "
+                f"which would run through the state of each {states[0]}: give rows of one length, or one row"
+            )
 
     def enter_attention(self, index: int, hidden: Tensor) -> None:
         """Called before the attention of layer ``index`` with its input ``(B, n, E)``, if hooks are there for that."""
@@ -515,13 +526,14 @@ class RetentionCache(Cache, tap.Follower):
         self._select(torch.arange(self._session.batch or 0).repeat_interleave(repeats))
 
     def _select(self, rows: Tensor) -> None:
+        layer: Any
         for layer in self.layers:
             if isinstance(layer, RetentionLayer):
                 layer.select(rows)
             elif hasattr(layer, "batch_select_indices"):
                 layer.batch_select_indices(rows)
-            else:
-                raise ValueError(f"rows of a {type(layer).__name__} cannot be selected")
+            else:  # a state, which is indexed with as many rows as it is given
+                layer.reorder_cache(rows)
         self._session.select(rows)
         self._unscored.select(rows)
 

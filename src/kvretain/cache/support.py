@@ -62,12 +62,21 @@ def check_fits(policy: Policy, decoder: Any) -> None:
     wanted, found = None if policy.refiner is None else policy.refiner.heads, kv_heads(decoder.config)
     if wanted is not None and isinstance(found, int) and wanted != found:
         raise ValueError(f"the refiner of {str(policy)!r} is made for {wanted} KV heads, but {where} has {found}")
+    if "replay" in policy.needs and decoder.config.model_type in FORGETTING:
+        raise ValueError(
+            f"{decoder.config.model_type} models forget their states in a pass of several tokens that continues a "
+            f"cache, as the second reading of {str(policy)!r} does: choose one without, such as keydiff or snapkv"
+        )
     known = decoder.get_input_embeddings().num_embeddings
     unknown = [token for token in getattr(policy.scorer, "prompt", ()) if token >= known]
     if unknown and "replay" in policy.needs:
         raise ValueError(
             f"the policy {str(policy)!r} repeats the token {unknown[0]}, but {where} knows the tokens 0 to {known - 1}"
         )
+
+
+FORGETTING = ("jamba",)
+"""Model types whose linear layers begin anew in every pass of several tokens, whatever cache they are given."""
 
 
 def dropping(decoder: Any, columns: int) -> str | None:
