@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from .cache.support import keyword
 
 if TYPE_CHECKING:
     from .cache import RetentionCache
@@ -153,22 +154,21 @@ def answer(
     stops = _stops(len(prompt), prompt.context if blind else 0, chunk)
     if sampling.temperature:
         torch.manual_seed(sampling.seed)
-    with ExitStack() as prefill, torch.inference_mode(), warnings.catch_warnings():
-        # Renamed in transformers 5.18; the old name serves the whole supported range.
-        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
+    with ExitStack() as prefill, torch.inference_mode():
         if on_prefill:
             prefill.enter_context(watch(model, on_prefill))
         stream = _Stream(tokenizer, cache, on_text, prefill.close)
+        decoder = model.get_decoder()
         for start, stop in zip([0, *stops], stops, strict=False):
-            model.get_decoder()(input_ids=ids[:, start:stop], past_key_values=cache)
+            decoder(input_ids=ids[:, start:stop], **keyword(decoder, cache))
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
             max_new_tokens=max_new_tokens,
             pad_token_id=padding,
             streamer=stream,
+            **keyword(model, cache),
             **sampling.options(),
         )
     return Reply(
@@ -192,12 +192,12 @@ def decode_speed(model: Any, cache: RetentionCache, *, steps: int = 16, warmup: 
     Unlike the rate of an answer this does not depend on how long the answer is.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
+    given = keyword(model, cache)
+    with torch.inference_mode():
         for step in range(steps + warmup):
             if step == warmup:
                 start = time.perf_counter()
-            logits = model(input_ids=token, past_key_values=cache).logits
+            logits = model(input_ids=token, **given).logits
             token = logits[:, -1:].argmax(-1)
             token.item()  # waits for an asynchronous device
     return steps / (time.perf_counter() - start)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -170,14 +169,13 @@ class _Recorder(KVzip):
 def _read(model: Any, decoder: Any, ids: Tensor) -> _Part:
     """Runs ``ids (1, n)`` through KVzip. KVzip's first tokens, which every softmax includes, are left out."""
     from .cache import RetentionCache
+    from .cache.support import keyword
     from .policy import Policy
 
     recorder = _Recorder(chunk=ids.shape[1])
     cache = RetentionCache.for_model(model, Policy(recorder), ratio=0.5)
-    with torch.no_grad(), warnings.catch_warnings(), _watched(decoder) as hidden:
-        # Renamed in transformers 5.18; the old name serves the whole supported range.
-        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
-        decoder(input_ids=ids.to(model.device), past_key_values=cache)
+    with torch.no_grad(), _watched(decoder) as hidden:
+        decoder(input_ids=ids.to(model.device), **keyword(decoder, cache))
     first = recorder.first
     part = _Part(
         {layer: hidden[layer][0, first:] for layer in recorder.seen},

@@ -127,6 +127,12 @@ def test_diverse_is_the_selection_of_each_head_on_its_own(net, name):
         assert torch.equal(cache.layers[layer].values, values.gather(2, kept[..., None].expand(-1, -1, -1, 8)))
 
 
+def test_diverse_chooses_where_gradients_are_recorded():
+    states = [torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(2)]
+    keys, _ = DiversePress(base("knorm")).compress(torch.nn.Identity(), torch.zeros(1, 40, 16), *states, None, {})
+    assert 1 <= keys.shape[2] < 40 and keys.requires_grad
+
+
 def test_without_effect_they_are_the_inner_press(net):
     full, plain = prefill(net), prefill(net, base("knorm"))
     wanted = [ranks(a.keys, f.keys) for a, f in zip(plain.layers, full.layers, strict=True)]

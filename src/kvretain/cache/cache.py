@@ -448,7 +448,8 @@ class RetentionCache(Cache, tap.Follower):
         the fingerprint of the weights, but neither weights nor calibrations and gates. Reading it runs no code.
 
         Raises:
-            ValueError: a pass is unfinished, or a layer's state cannot be saved (recurrent layers).
+            ValueError: a pass is unfinished, a layer's state cannot be saved (recurrent layers), or a policy that would
+                not be read back, as one with an unregistered part.
             ImportError: safetensors is not installed.
         """
         from .saving import save
@@ -461,8 +462,8 @@ class RetentionCache(Cache, tap.Follower):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no saved cache, is damaged, or was saved with other weights; or what :meth:`for_model`
-                refuses.
+            ValueError: it is no saved cache, is damaged, or was saved with other weights or in another dtype; or what
+                :meth:`for_model` refuses.
             ImportError: safetensors is not installed.
         """
         from .saving import load

@@ -100,6 +100,11 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def keyword(model: Any, cache: Any) -> dict[str, Any]:
+    """``cache`` as a keyword argument of ``model.forward`` or ``model.generate``, to be unpacked there."""
+    return {cache_argument(model): cache}
+
+
 def attentions_of(decoder: Any) -> dict[int, nn.Module]:
     """The attention module of each layer, by the layer's index.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cache import CacheView, RetentionCache
+from ..cache.support import keyword
 from ..policy import Policy
 from ..scores import Scorer
 
@@ -83,10 +83,8 @@ def forward(model: Any, ids: Sequence[int], cache: RetentionCache, *, logits: in
 def feed(model: Any, tokens: Tensor, cache: RetentionCache, *, logits: int = 0) -> Tensor:
     """Feeds ``tokens (B, n)``; returns logits ``(B, m, V)`` in the model's type, of the last ``logits`` tokens or, for
     0, of all."""
-    with torch.inference_mode(), warnings.catch_warnings():
-        # Renamed in transformers 5.18; the old name serves the whole supported range.
-        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
-        made = model(input_ids=tokens.to(model.device), past_key_values=cache, logits_to_keep=logits)
+    with torch.inference_mode():
+        made = model(input_ids=tokens.to(model.device), logits_to_keep=logits, **keyword(model, cache))
     result: Tensor = made.logits
     return result
 
@@ -94,6 +92,6 @@ def feed(model: Any, tokens: Tensor, cache: RetentionCache, *, logits: int = 0) 
 def prefill(model: Any, ids: Sequence[int] | Tensor, cache: RetentionCache) -> None:
     """Feeds ``ids``, one row of them or ``(B, n)``, without computing logits."""
     tokens = torch.atleast_2d(torch.as_tensor(ids)).to(model.device)
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
-        model.get_decoder()(input_ids=tokens, past_key_values=cache)
+    decoder = model.get_decoder()
+    with torch.inference_mode():
+        decoder(input_ids=tokens, **keyword(decoder, cache))

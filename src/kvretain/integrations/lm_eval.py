@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ..cache.budget import Budget
+from ..cache.support import keyword
 from ..models import PACKAGED, load_model
 from ..policy import Policy
 
@@ -161,10 +161,8 @@ class RetentionLM(HFLM):
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any) -> Any:
         cache = self.options.new_cache(self.model)
-        with warnings.catch_warnings():
-            # Renamed in transformers 5.18; the old name serves the whole supported range.
-            warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
-            made = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
+        given = keyword(self.model, cache)
+        made = super()._model_generate(context, max_length, stop, **given, **generation_kwargs)
         self.held.add(cache.trace)
         return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache import CacheView, RetentionCache
+from ..cache.support import keyword
 from ..policy import Policy, presets
 from ..scores import Scorer, scorers
 from ..select.signatures import mean_values
@@ -117,10 +117,9 @@ def collect(
     sinks, window = protection(tokens, names.values())
     recorder = _Recorder(names, tokens, -(-tokens // blocks), report)
     cache = RetentionCache.for_model(model, Policy(recorder), ratio=0.5, sinks=sinks, recent=window)
-    with torch.inference_mode(), warnings.catch_warnings():
-        # Renamed in transformers 5.18; the old name serves the whole supported range.
-        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
-        model.get_decoder()(input_ids=ids.to(model.device), past_key_values=cache)
+    with torch.inference_mode():
+        decoder = model.get_decoder()
+        decoder(input_ids=ids.to(model.device), **keyword(decoder, cache))
     layers = tuple(sorted(recorder.attention))
     values = {
         name: mean_values([recorder.values[name, layer][None, None] for layer in layers])[0, sinks : tokens - window]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ..answer import Sampling, watch
 from ..cache import CacheView, RetentionCache
+from ..cache.support import keyword
 from ..policy import Policy
 from ..refine import HardNMS, Hub, Refiner, hub_refine
 from ..scores import Scorer
@@ -133,16 +133,14 @@ def record(
     follower = _Follower(cache, recorder, ids.shape[1], report)
     ids = ids.to(model.device)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    with torch.inference_mode(), warnings.catch_warnings(), watch(model, follower.on_layer):
-        # Renamed in transformers 5.18; the old name serves the whole supported range.
-        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated")
+    with torch.inference_mode(), watch(model, follower.on_layer):
         written = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
             max_new_tokens=new_tokens,
             pad_token_id=padding,
             streamer=follower,
+            **keyword(model, cache),
             **Sampling().options(),
         )
     everything = written[0].tolist()

@@ -171,9 +171,10 @@ class DiversePress(_Around, BasePress):
             return keys, values
         scores = self._scores(module, hidden_states, keys, values, attentions, kwargs)
         keep = max(1, int(keys.shape[2] * (1 - self.compression_ratio)))
-        # Each head is a row of its own, with one head: its values are its own, whatever its neighbours hold.
-        means = self.selector.mean_values([values.flatten(0, 1)[:, None]]).unflatten(0, values.shape[:2])
-        index = self.selector.select(scores, keep, protected=marked(scores), values=means)[..., None]
+        with torch.no_grad():  # a choice of entries has no gradient
+            # Each head is a row of its own, with one head: its values are its own, whatever its neighbours hold.
+            means = self.selector.mean_values([values.flatten(0, 1)[:, None]]).unflatten(0, values.shape[:2])
+            index = self.selector.select(scores, keep, protected=marked(scores), values=means)[..., None]
         return (
             keys.gather(2, index.expand(-1, -1, -1, keys.shape[-1])),
             values.gather(2, index.expand(-1, -1, -1, values.shape[-1])),
