@@ -114,6 +114,12 @@ def test_a_device_that_is_not_there(device, checkpoint):
     assert result.stderr.count("\n") == 1
 
 
+def test_eval_asks_for_the_device_before_it_starts_workers(checkpoint, tmp_path):
+    result = run("eval", "-m", checkpoint, "--n", 1, "--device", "tpu", "--out", tmp_path / "results")
+    assert result.exit_code == 2 and result.stderr.startswith("error: --device tpu: torch finds no such device here")
+    assert not (tmp_path / "results").exists()
+
+
 @pytest.mark.parametrize("device", [None, "cpu", "cpu:0", "auto"])
 def test_devices_that_are_there(device):
     check_device(device)

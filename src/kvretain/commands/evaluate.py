@@ -22,6 +22,7 @@ from .shared import (
     Model,
     app,
     check_budget,
+    check_device,
     check_model,
     check_place,
     clear_errors,
@@ -157,6 +158,7 @@ def evaluate(
         check_model(model, dtype)
         # One thread is the fastest for so small a model; BLAS reads this when a worker starts.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        check_device(device)
         from ..evidence import report, runner
         from ..evidence.store import Store
 
