@@ -234,9 +234,8 @@ class RetentionCache(Cache, tap.Follower):
 
     def _check_states(self, mask: Any) -> None:
         """Refuses a replay where padding would stand amid the tokens that a layer's state reads."""
-        padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
         states = [type(layer).__name__ for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
-        if padded and states:
+        if states and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
             raise ValueError(
                 f"the policy {str(self.policy)!r} reads the text a second time, and with it the padding of this batch, "
                 f"which would run through the state of each {states[0]}: give rows of one length, or one row"

@@ -67,9 +67,9 @@ def check_fits(policy: Policy, decoder: Any) -> None:
             f"{decoder.config.model_type} models forget their states in a pass of several tokens that continues a "
             f"cache, as the second reading of {str(policy)!r} does: choose one without, such as keydiff or snapkv"
         )
-    known = decoder.get_input_embeddings().num_embeddings
-    unknown = [token for token in getattr(policy.scorer, "prompt", ()) if token >= known]
-    if unknown and "replay" in policy.needs:
+    prompt = getattr(policy.scorer, "prompt", ()) if "replay" in policy.needs else ()
+    known = decoder.get_input_embeddings().num_embeddings if prompt else 0
+    if unknown := [token for token in prompt if token >= known]:
         raise ValueError(
             f"the policy {str(policy)!r} repeats the token {unknown[0]}, but {where} knows the tokens 0 to {known - 1}"
         )
