@@ -30,10 +30,10 @@ def refuses(*words: str):
 
 
 def test_weights_for_another_number_of_heads(llama) -> None:
-    with refuses("made for 3 KV heads", "this llama model has 2"):
+    with refuses("3 weights were given", "this llama model has 2 KV heads"):
         make(llama, "knorm+fixed(weights=(1.0, 1.0, 2.0))", budget=8)
     cache = make(llama, ratio=0)
-    with refuses("made for 1 KV heads", "this llama model has 2"):
+    with refuses("1 weights were given", "this llama model has 2 KV heads"):
         cache.compress("knorm+fixed(weights=(1.0,))", budget=8)
     make(llama, "knorm+fixed(weights=(1.0, 2.0))", budget=8)
 

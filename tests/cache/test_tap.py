@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from kvretain import RetentionCache
 
@@ -40,8 +43,6 @@ def test_a_copy_of_a_model_in_use_is_a_model_of_its_own(duplicate, first, second
     ids = tokens(3, 1, 9)
     assert torch.equal(other(ids).logits, build("llama")(ids).logits)
     assert torch.equal(forward(net, tokens(1, 1, 20), live), forward(other, tokens(1, 1, 20), follow(other, first)))
-    gc.collect()
-    assert other.config._attn_implementation in ("sdpa", "kvretain_sdpa")
 
 
 def follow(net, policy: str) -> RetentionCache:
@@ -62,6 +63,35 @@ def test_a_copy_gets_its_own_attention_back():
     del live
     gc.collect()
     assert net.config._attn_implementation == "sdpa"
+
+
+def test_models_of_one_configuration_object_do_not_untap_each_other():
+    config = build("llama").config
+    first, second = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    caches = [RetentionCache.for_model(net, "snapkv", budget=12) for net in (first, second)]
+    for net, cache in zip((first, second), caches, strict=True):
+        forward(net, tokens(0, 1, 20), cache)
+    caches.pop()
+    gc.collect()
+    forward(first, tokens(1, 1, 20), caches[0])
+    caches.clear()
+    del cache
+    gc.collect()
+    assert config._attn_implementation == "sdpa"
+
+
+def test_a_pickled_model_runs_in_another_process(tmp_path):
+    net = build("llama")
+    live = RetentionCache.for_model(net, "snapkv", budget=12)
+    forward(net, tokens(0, 1, 20), live)
+    torch.save(net, tmp_path / "net.pt")
+    script = (
+        "import sys, torch; net = torch.load(sys.argv[1], weights_only=False); "
+        "torch.save(net(torch.arange(1, 9)[None]).logits, sys.argv[2])"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path / "net.pt", tmp_path / "logits.pt"], check=True)
+    expected = build("llama")(torch.arange(1, 9)[None]).logits
+    assert torch.allclose(torch.load(tmp_path / "logits.pt"), expected, atol=1e-5)
 
 
 def test_attention_switched_under_a_cache_that_observes_it():
@@ -92,4 +122,8 @@ def test_a_model_that_drops_the_cache_in_generate_is_reported():
     assert fresh.get_seq_length() == 43 and fresh.layers[0].kept < 20
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        net(ids[:, :20])  # a short pass without a cache says nothing
+        other = build("phi3", original_max_position_embeddings=32)
+        held = RetentionCache.for_model(other, "streaming", budget=16)
+        other(ids[:, :20])  # a short pass without a cache says nothing,
+        other(ids, use_cache=False)  # nor does one that wants none
+    assert held.get_seq_length() == 0

@@ -64,6 +64,16 @@ def test_a_place_that_cannot_be_written(tmp_path, name, folder, words):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_what_is_opened_and_written_may_be_a_device_or_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "page.html").write_text("kept")
+    for place in (Path("/dev/null"), tmp_path / "pipe", tmp_path / "page.html", tmp_path / "new" / "page.html"):
+        check_place(place, streamed=True)
+    assert (tmp_path / "page.html").read_text() == "kept" and not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="is a folder; it must be a file"):
+        check_place(tmp_path, streamed=True)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_folder_that_takes_no_files():
     with pytest.raises(ValueError, match=r"--out /proc/g.safetensors cannot be written: .* \(/proc\)"):

@@ -59,9 +59,8 @@ def check_fits(policy: Policy, decoder: Any) -> None:
     where = f"this {decoder.config.model_type} model"
     if policy.scorer is not None and policy.scorer.least_heads > 1:  # some configurations list heads by layer
         policy.scorer.check_heads(kv_heads(decoder.config), where)
-    wanted, found = None if policy.refiner is None else policy.refiner.heads, kv_heads(decoder.config)
-    if wanted is not None and isinstance(found, int) and wanted != found:
-        raise ValueError(f"the refiner of {str(policy)!r} is made for {wanted} KV heads, but {where} has {found}")
+    if policy.refiner is not None and isinstance(found := kv_heads(decoder.config), int):
+        policy.refiner.check_heads(found, where)
     if "replay" in policy.needs and decoder.config.model_type in FORGETTING:
         raise ValueError(
             f"{decoder.config.model_type} models forget their states in a pass of several tokens that continues a "
@@ -85,9 +84,9 @@ def dropping(decoder: Any, columns: int) -> str | None:
     if kind not in DROPPING or most is None or columns <= most:
         return None
     return (
-        f"{kind} models: a pass of {columns} tokens ran without the RetentionCache that was made for the model. Their "
-        f"generate() drops any cache when a text passes {most} tokens (original_max_position_embeddings), and goes on "
-        "without a budget. Give a longer prompt to model(...) with the cache first, and generate from there"
+        f"{kind} models: a pass of {columns} tokens ran without the RetentionCache that was made for the model. If it "
+        f"was one of generate(): that drops any cache when a text passes {most} tokens "
+        "(original_max_position_embeddings), and goes on without a budget. Give a longer prompt to model(...) with the cache first, and generate from there"
     )
 
 

@@ -134,12 +134,13 @@ class _Hooks:
     hooks are idle, and a cache made for it puts its own beside them.
     """
 
-    def __init__(self, idle: bool = False) -> None:
-        self.idle = idle
+    def __init__(self) -> None:
+        self.idle = False
         self.warned = False
+        self.base = ""  # the attention implementation that is tapped
 
-    def __reduce__(self) -> tuple[type[_Hooks], tuple[bool]]:
-        return _Hooks, (True,)
+    def __reduce__(self) -> tuple[Callable[[str], _Hooks], tuple[str]]:
+        return _copied, (self.base,)
 
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if self.idle:
@@ -151,9 +152,11 @@ class _Hooks:
             return None  # the model's own error is the clear one
         cache = _find(args, kwargs)
         if cache is None:
-            if not self.warned and (words := support.dropping(decoder, inputs.shape[1])):
-                self.warned = True
-                warnings.warn(words, stacklevel=2)
+            if not self.warned and kwargs.get("use_cache") is not False and inputs.ndim > 1:
+                words = support.dropping(decoder, inputs.shape[1])
+                if words is not None:
+                    self.warned = True
+                    warnings.warn(words, stacklevel=2)
             return None
         positional = "attention_mask" not in kwargs and len(args) > 1
         given = args[1] if positional else kwargs.get("attention_mask")
@@ -176,6 +179,15 @@ class _Hooks:
             cache.enter_attention(module.layer_idx, hidden.detach())  # type: ignore[arg-type]
 
 
+def _copied(base: str) -> _Hooks:
+    """The hooks of a copy, in this process or in another one, where the tapped attention must be made known."""
+    if base:
+        _registered(base)
+    hooks = _Hooks()
+    hooks.idle = True
+    return hooks
+
+
 class Attachment:
     """The hooks on one decoder, shared by its caches."""
 
@@ -184,7 +196,6 @@ class Attachment:
         self.caches = 0
         self.tapped = 0
         self.hidden = 0
-        self._base = ""
         self._entering: list[Any] = []
         self._hooks = _Hooks()
         self._handles = (
@@ -203,13 +214,14 @@ class Attachment:
             self.hidden += hidden
             self.caches += 1
             current = str(self.decoder.config._attn_implementation)
-            if tapped and not self.tapped and current.startswith(PREFIX):  # a copy of a tapped model
-                self._base = current.removeprefix(PREFIX)
-                _registered(self._base)
+            # Tapped already: a copy, or one of several models of one configuration object.
+            if tapped and not self.tapped and current.startswith(PREFIX):
+                self._hooks.base = current.removeprefix(PREFIX)
+                _registered(self._hooks.base)
             # Not tapped yet, or changed by the user since.
             elif tapped and not current.startswith(PREFIX):
-                self._base = current
-                self.decoder.set_attn_implementation(_registered(self._base))
+                self._hooks.base = current
+                self.decoder.set_attn_implementation(_registered(current))
             self.tapped += tapped
 
     def release(self, policy: Policy) -> None:
@@ -222,8 +234,11 @@ class Attachment:
             if hidden and not self.hidden:
                 for handle in self._entering:
                     handle.remove()
-            if tapped and self.tapped == 0 and self.decoder.config._attn_implementation == PREFIX + self._base:
-                self.decoder.set_attn_implementation(self._base)
+            config, base = self.decoder.config, self._hooks.base
+            # Models made from one configuration object share its setting.
+            shared = any(other.tapped and other.decoder.config is config for other in _attached.values())
+            if tapped and self.tapped == 0 and not shared and config._attn_implementation == PREFIX + base:
+                self.decoder.set_attn_implementation(base)
             if self.caches == 0:
                 for handle in self._handles:
                     handle.remove()

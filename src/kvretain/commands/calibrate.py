@@ -70,8 +70,8 @@ def calibrate(
 
         if plot is not None:
             concentration.check(plot)
-            check_place(plot, "--plot")
-            check_place(plot.with_suffix(".csv"), "--plot")
+            check_place(plot, "--plot", streamed=True)
+            check_place(plot.with_suffix(".csv"), "--plot", streamed=True)
         if path is not None:
             path = path.expanduser()
             check_place(path)

@@ -137,13 +137,14 @@ def _told(error: Exception) -> str:
     return str(error)
 
 
-def check_place(path: Path, what: str = "--out", *, folder: bool = False) -> None:
+def check_place(path: Path, what: str = "--out", *, folder: bool = False, streamed: bool = False) -> None:
     """Makes sure, before work that takes long, that what comes of it can be written. Leaves nothing behind.
 
     Args:
         path: the file to write, or the folder to write files into; folders that are not there are made then.
         what: the option, for the message.
         folder: whether ``path`` is a folder.
+        streamed: whether the file is opened and written, as a device or a pipe can be; else it is replaced as a whole.
 
     Raises:
         ValueError: it cannot; the message says why, with the path.
@@ -154,6 +155,11 @@ def check_place(path: Path, what: str = "--out", *, folder: bool = False) -> Non
         if (folder or there != path) and not there.is_dir():
             where = "" if there == path else f" cannot be written: {there}"
             raise ValueError(f"{what} {path}{where} is not a folder")
+        if streamed and there == path and not path.is_dir():
+            if path.is_file():
+                at = path
+                path.open("ab").close()
+            return
         if not folder and there == path and not path.is_file():
             raise ValueError(f"{what} {path} is {'a folder' if path.is_dir() else 'a device'}; it must be a file")
         missing = [part for part in (place, *place.parents) if not part.exists()]
@@ -164,9 +170,6 @@ def check_place(path: Path, what: str = "--out", *, folder: bool = False) -> Non
             for part in missing:
                 with contextlib.suppress(OSError):
                     part.rmdir()
-        if there == path and not folder:
-            at = path
-            path.open("ab").close()
     except OSError as error:
         raise ValueError(f"{what} {path} cannot be written: {error.strerror or error} ({at})") from None
 
@@ -191,13 +194,14 @@ def check_device(device: str | None) -> None:
 
     if device in (None, "auto"):
         return
+    found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    found += ["mps"] if torch.backends.mps.is_available() else []
     try:
-        torch.empty(0, device=device)
+        wanted = torch.device(device)
+        if {wanted.type, f"{wanted.type}:{wanted.index or 0}"} & set(found):
+            return  # nothing is allocated there: evaluations leave a GPU to their workers
+        torch.empty(0, device=wanted)
     except (RuntimeError, AssertionError, ImportError):  # an unknown name or number; a torch without that backend
-        found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-        found += ["mps"] if torch.backends.mps.is_available() else []
-        if device in found or f"{device}:0" in found:
-            raise  # it is there, and does not work
         raise ValueError(f"--device {device}: torch finds no such device here, only {', '.join(found)}") from None
 
 

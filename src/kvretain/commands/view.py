@@ -108,7 +108,7 @@ def view(
         models.require("jinja2")
         if not path.parent.is_dir():
             raise ValueError(f"--out {path} is in a folder that is not there")
-        check_place(path)
+        check_place(path, streamed=True)
         from .. import data
         from ..view import html_page, record
 

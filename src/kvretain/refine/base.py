@@ -16,10 +16,8 @@ class Refiner(ABC):
     others; refinement always starts from fresh scores, so corrections never compound over evictions.
     """
 
-    @property
-    def heads(self) -> int | None:
-        """KV heads that every layer must have, or None if any number will do."""
-        return None
+    def check_heads(self, heads: int, where: str) -> None:  # noqa: B027 - most refiners take any number of heads
+        """Raises ValueError if ``heads`` KV heads are not the number that it is made for; ``where`` is who has them."""
 
     @abstractmethod
     def refine(self, scores: Tensor, ratio: float | Tensor, *, positions: Tensor, protected: Tensor) -> Tensor:

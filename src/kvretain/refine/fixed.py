@@ -39,10 +39,10 @@ class FixedWeights(Rewrite):
         ):
             raise ValueError(f"fixed: weights must be a tuple of finite numbers >= 0, one per head, not {given!r}")
 
-    @property
-    def heads(self) -> int | None:
-        """As many as there are weights."""
-        return None if self.weights is None else len(self.weights)
+    def check_heads(self, heads: int, where: str) -> None:
+        """Raises ValueError if there are not as many weights as heads."""
+        if self.weights is not None and len(self.weights) != heads:
+            raise ValueError(f"fixed: {len(self.weights)} weights were given, but {where} has {heads} KV heads")
 
     def rewrite(self, scores: Tensor, positions: Tensor, excluded: Tensor) -> Tensor:
         """Weighted scores ``(B, H, N)``.
@@ -51,10 +51,9 @@ class FixedWeights(Rewrite):
             ValueError: there are not as many weights as heads.
         """
         heads = scores.shape[1]
-        if self.weights is None:
-            weights = torch.linspace(0.8, 1.2, heads) if heads > 1 else torch.ones(1)
-        elif len(self.weights) == heads:
+        self.check_heads(heads, "the layer")
+        if self.weights is not None:
             weights = torch.tensor(self.weights)
         else:
-            raise ValueError(f"fixed: {len(self.weights)} weights were given, but the layer has {heads} KV heads")
+            weights = torch.linspace(0.8, 1.2, heads) if heads > 1 else torch.ones(1)
         return scores * weights.to(scores.device, scores.dtype)[:, None]
