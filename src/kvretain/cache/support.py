@@ -86,7 +86,8 @@ def dropping(decoder: Any, columns: int) -> str | None:
     return (
         f"{kind} models: a pass of {columns} tokens ran without the RetentionCache that was made for the model. If it "
         f"was one of generate(): that drops any cache when a text passes {most} tokens "
-        "(original_max_position_embeddings), and goes on without a budget. Give a longer prompt to model(...) with the cache first, and generate from there"
+        "(original_max_position_embeddings), and goes on without a budget. Give a longer prompt to model(...) with the "
+        "cache first, and generate from there"
     )
 
 
