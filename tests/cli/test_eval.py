@@ -73,6 +73,28 @@ def test_report_makes_the_tables_again_without_a_model(checkpoint, tmp_path, mon
     assert as_json["rows"] == 3 * 9 and as_json["command"].startswith("kvretain ")
 
 
+def test_report_compares_two_policies_and_writes_nothing(checkpoint, tmp_path):
+    out = tmp_path / "out"
+    run("-m", checkpoint, *SMALL, "--out", out, "--policies", "knorm,knorm+hub", "--n", 3)
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    summary = json.loads(before["summary.json"])
+    arguments = ["report", str(out), "--compare"]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "knorm+hub,knorm", "--json"]).stdout)["differences"]
+    known = [cell for cell in summary["differences"] if cell["policy"] == "knorm+hub"]
+    assert found and [line["nll"] for line in found] == [cell["nll"] for cell in known]
+    turned = json.loads(CliRunner().invoke(app, [*arguments, "knorm,knorm+hub", "--json"]).stdout)["differences"]
+    assert [-line["nll"]["mean"] for line in turned] == pytest.approx([line["nll"]["mean"] for line in found])
+    page = CliRunner().invoke(app, [*arguments, "knorm, random"])
+    assert page.exit_code == 0 and "`knorm` minus `random`, paired by example" in page.stdout
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    for pair, words in (
+        ("knorm", "two policies, A,B, not 1"),
+        ("knorm,keydiff", "holds no policy 'keydiff'; it holds full,"),
+    ):
+        refused = CliRunner().invoke(app, [*arguments, pair])
+        assert refused.exit_code == 2 and words in refused.stderr and "Traceback" not in refused.output
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -66,9 +66,7 @@ def summarise(rows: Sequence[Measurement], *, seed: int = 0, resamples: int = 10
         ``comparisons``: how many differences there are (a metric of a policy at a size in a task is one), how many
         have an interval that excludes 0, and how many a corrected p-value below 0.05.
     """
-    table: dict[tuple[str, Case], dict[int, Measurement]] = defaultdict(dict)
-    for row in rows:
-        table[row.task, row.case][row.index] = row
+    table = _table(rows)
 
     def interval(values: list[float]) -> dict[str, Any]:
         return dataclasses.asdict(bootstrap_mean(values, seed=seed, resamples=resamples))
@@ -94,8 +92,7 @@ def summarise(rows: Sequence[Measurement], *, seed: int = 0, resamples: int = 10
             difference: dict[str, Any] = {"task": task, "base": base, **dataclasses.asdict(case)}
             difference["n"], difference["p"] = len(shared), {}
             for name in METRICS:
-                pairs = [(values_of(examples[i], name), values_of(against[i], name)) for i in shared]
-                values = [a - b for pair in pairs for a, b in zip(*pair, strict=True)]
+                values = _minus(examples, against, name)
                 difference[name] = interval(values) if values else None
                 if values:
                     tests.append((difference, name, values))
@@ -121,6 +118,65 @@ def summarise(rows: Sequence[Measurement], *, seed: int = 0, resamples: int = 10
         "resamples": resamples,
         "seed": seed,
     }
+
+
+def compare(rows: Sequence[Measurement], first: str, second: str, *, seed: int = 0) -> list[dict[str, Any]]:
+    """``first`` minus ``second``, two policies of a run, paired by example.
+
+    Returns:
+        Per task and size that both were run at: ``task``, ``ratio``, ``budget``, examples ``n``, and per metric a mean
+        with its 95 % percentile-bootstrap interval, None if it was not measured.
+
+    Raises:
+        ValueError: a policy that the run does not hold, or two without an example in common.
+    """
+    table = _table(rows)
+    names = [str(Policy.parse(text)) for text in (first, second)]
+    held = list(dict.fromkeys(case.policy for _, case in table))
+    if missing := [name for name in names if name not in held]:
+        raise ValueError(f"the run holds no policy {missing[0]!r}; it holds {', '.join(held)}")
+    found = []
+    for (task, case), examples in table.items():
+        against = table.get((task, dataclasses.replace(case, policy=names[1])), {})
+        if case.policy == names[0] and (shared := examples.keys() & against.keys()):
+            line: dict[str, Any] = {"task": task, "ratio": case.ratio, "budget": case.budget, "n": len(shared)}
+            for name in METRICS:
+                values = _minus(examples, against, name)
+                line[name] = dataclasses.asdict(bootstrap_mean(values, seed=seed)) if values else None
+            found.append(line)
+    if not found:
+        raise ValueError(f"{names[0]!r} and {names[1]!r} have no task, size and example in common")
+    return found
+
+
+def compared(differences: list[dict[str, Any]], first: str, second: str) -> str:
+    """What :func:`compare` has found, as a table."""
+    measured = [name for name in METRICS if any(line[name] for line in differences)]
+    lines = [
+        f"`{first}` minus `{second}`, paired by example, 95 % intervals (not corrected for how many are looked at):",
+        "",
+        f"| task | removed | n | {' | '.join(TITLES[name] for name in measured)} |",
+        f"|---|---|---|{'---|' * len(measured)}",
+    ]
+    for line in sorted(differences, key=lambda line: (line["task"], line["budget"] or 0, line["ratio"] or 0)):
+        shown = [_shown(line[name], percent=name in PERCENT, signed=True) for name in measured]
+        lines.append(f"| {line['task']} | {_removed(line)} | {line['n']} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Sequence[Measurement]) -> dict[tuple[str, Case], dict[int, Measurement]]:
+    """Rows by task and case, then by example."""
+    table: dict[tuple[str, Case], dict[int, Measurement]] = defaultdict(dict)
+    for row in rows:
+        table[row.task, row.case][row.index] = row
+    return table
+
+
+def _minus(examples: dict[int, Measurement], against: dict[int, Measurement], name: str) -> list[float]:
+    """Paired differences of a metric, over the examples that both have."""
+    shared = sorted(examples.keys() & against.keys())
+    pairs = [(values_of(examples[index], name), values_of(against[index], name)) for index in shared]
+    return [a - b for pair in pairs for a, b in zip(*pair, strict=True)]
 
 
 def _flag_uneven(cells: list[dict[str, Any]]) -> None:
